@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batch_assets.catalog import ledger
+from batch_assets.dagster_internals.event_batches import report_together
 from batch_assets.orchestration.assets import register_batches
 from gpu_runner.fleet_database.after_restore import REASON
 from gpu_runner.fleet_database.database import FleetDatabase
@@ -116,14 +117,17 @@ def catch_up(
     new = [batch for batch in current.values() if _is_new(batch, versions.get(batch.key))]
     if new:
         say(f"{store.dataset}: {len(new):,} batches were committed after the backup")
-    for found in read_ahead(lambda batch: _read(store, batch), new, threads_for(store.objects)):
-        if isinstance(found, CorruptObject):
-            done.problems.append(str(found))
-            continue
-        table, footer = found
-        instance.report_runless_asset_event(ledger.batch_event(store, footer, snapshot))
-        done.reported += 1
-        _add(done, table, since, billed)
+
+    def readable() -> Iterator[dg.AssetMaterialization]:
+        for found in read_ahead(lambda batch: _read(store, batch), new, threads_for(store.objects)):
+            if isinstance(found, CorruptObject):
+                done.problems.append(str(found))
+                continue
+            table, footer = found
+            _add(done, table, since, billed)
+            yield ledger.batch_event(store, footer, snapshot)
+
+    done.reported = report_together(instance, readable())
     for table in _journaled(store, set(current)):
         _add(done, table, since, billed)
     if done.usd:

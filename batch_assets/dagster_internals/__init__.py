@@ -1,8 +1,8 @@
 """Everything that leans on Dagster's private modules, and nothing else does (ruff's TID251 refuses it elsewhere).
 
 Dagster may change these without notice; tests/batch_assets/dagster_internals checks what we rely on. Here are names
-that others may import. `daemon` runs Dagster's daemons for less processor time, with `kept_connections` and
-`server_ids`.
+that others may import. `daemon` runs Dagster's daemons for less processor time, with `kept_connections`,
+`event_batches` and `server_ids`.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ __all__ = [
     "code_server",
     "component_folders",
     "daemon_heartbeats",
+    "event_batches",
     "kept_connections",
     "run_cancellation",
     "run_code_server_command",

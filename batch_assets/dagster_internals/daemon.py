@@ -26,6 +26,7 @@ from dagster._utils.interrupts import capture_interrupts, setup_interrupt_handle
 
 from batch_assets import settings
 from batch_assets.dagster_internals.code_server import answers
+from batch_assets.dagster_internals.event_batches import write_together
 from batch_assets.dagster_internals.kept_connections import keep_connections
 from batch_assets.dagster_internals.server_ids import ask_seldom
 
@@ -116,6 +117,7 @@ def serve(home: Path, workspace: Path) -> None:
     try:
         with capture_interrupts(), dg.DagsterInstance.from_config(str(home)) as instance:
             keep_connections(instance)
+            write_together(instance)
             wait_for_code(workspace, CODE_SECONDS)
             with controller.daemon_controller_from_instance(
                 instance, WorkspaceFileTarget([str(workspace)]), gen_daemons=daemons_of

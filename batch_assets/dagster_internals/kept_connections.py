@@ -1,12 +1,14 @@
-"""Dagster's own SQLite storage, without opening the database anew for each statement.
+"""Dagster's own storages, without opening the database anew for each statement.
 
 Stock Dagster makes a SQLAlchemy engine and a connection for every statement (`connect` of
 dagster/_core/storage/*/sqlite/*.py), asks before most of them whether a table exists, and deletes old ticks after each
 tick. An idle daemon spends more than half of its time so. Here one engine and its connections are kept per database.
-Other storages (Postgres) are left as they are. Dagster has no setting for this, so it leans on private names; each of
-them is held by `tests/batch_assets/dagster_internals/test_kept_connections.py`.
+On Postgres, where each new connection is a process of the server and a password that is proved, the three storages
+share the connections of this process; one that the server has closed meanwhile is replaced before it is used. Dagster
+has no setting for this, so it leans on private names; each of them is held by
+`tests/batch_assets/dagster_internals/test_kept_connections.py`.
 
-Only for a process that does not fork: SQLite's connections must not be carried over into a child.
+Only for a process that lives long and does not fork: connections must not be carried over into a child.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import dagster as dg
 import sqlalchemy as sa
@@ -24,13 +27,14 @@ from dagster._core.storage.runs import SqliteRunStorage
 from dagster._core.storage.schedules import SqliteScheduleStorage
 from dagster._core.storage.sqlite import SQLITE_BUSY_TIMEOUT_SECONDS
 
+KEPT, RECYCLE_SECONDS = 4, 3600  # connections to a Postgres server
 PURGE_SECONDS = 600.0  # between two deletions of one sensor's old ticks; they are kept for days
 
 Connect = Callable[[], contextlib.AbstractContextManager[sa.Connection]]
 
 
 def keep_connections(instance: dg.DagsterInstance, clock: Callable[[], float] = time.monotonic) -> None:
-    """Keep the connections of the instance's SQLite storages for as long as the process lives."""
+    """Keep the connections of the instance's storages for as long as the process lives."""
     schedules, runs, events = instance.schedule_storage, instance.run_storage, instance.event_log_storage
     if type(schedules) is SqliteScheduleStorage:
         _replace(schedules, "connect", _kept(schedules._conn_string))
@@ -44,6 +48,31 @@ def keep_connections(instance: dg.DagsterInstance, clock: Callable[[], float] = 
             pass
         url = events.conn_string_for_shard(INDEX_SHARD_NAME)
         _replace(events, "index_connection", _kept(url, lock=events._db_lock))
+    if postgres := [one for one in (schedules, runs, events) if type(one).__module__.startswith("dagster_postgres.")]:
+        _share_postgres(postgres)
+
+
+def _share_postgres(storages: Sequence[Any]) -> None:
+    """One engine for all storages of one database, which keeps a few connections."""
+    from dagster_postgres.utils import create_pg_engine
+
+    engines: dict[str, sa.Engine] = {}
+    for storage in storages:
+        url, token_provider, replaced = storage.postgres_url, storage._token_provider, storage._engine
+        if url not in engines:
+            engines[url] = create_pg_engine(
+                url,
+                token_provider,
+                isolation_level="AUTOCOMMIT",
+                pool_size=KEPT,
+                max_overflow=-1,
+                pool_pre_ping=True,
+                pool_recycle=RECYCLE_SECONDS,
+            )
+        storage._engine = engines[url]
+        replaced.dispose()
+        if hasattr(storage, "has_table"):
+            _remember(storage, "has_table")
 
 
 def _kept(url: str, lock: contextlib.AbstractContextManager[object] | None = None) -> Connect:

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import math
 import os
 import queue
 import threading
@@ -17,6 +16,7 @@ from pydantic import ValidationError
 from batch_assets.capacity_planning.workload_estimate import WorkloadEstimator
 from batch_assets.catalog import ledger
 from batch_assets.catalog.catalog_reader import Catalog
+from batch_assets.dagster_internals.event_batches import log_together
 from batch_assets.dagster_internals.run_cancellation import cancellation_in_words
 from batch_assets.gates.quality_gates import GateBounds, QualityGates, Rule, ScoreBound
 from batch_assets.generation.engine_supervisor import DONE, WAITS, EngineSupervisor, StepKind, StepResult, failed
@@ -43,7 +43,7 @@ from resources.fleet.simulation import is_simulation
 from resources.objects.opening import self_test
 from resources.objects.store_health import Probe, StoreAway, StoreHealth
 from resources.pricing.price_files import PricingError
-from resources.store.dataset_store import BatchEntry, DatasetStore, SnapshotManifest
+from resources.store.dataset_store import BatchEntry, BatchFooter, DatasetStore, SnapshotManifest
 
 CatalogEntry = tuple[int, ledger.LedgerVersion]  # storage id of the newest event, and what it says
 
@@ -51,7 +51,8 @@ NEIGHBOURS = 100
 WAIT_SECONDS = 0.2
 CANCEL_SECONDS = 2.0
 FLUSH_SECONDS = 2.0
-REPORT_SECONDS = 1.0
+REPORT_SECONDS = 2.0
+MOST_ENTRIES = 500
 WRITE_SECONDS = 600.0  # longer than any write: a second one must not begin beside it
 WORK_SECONDS = 10.0
 NAMED_BATCHES = 20
@@ -63,6 +64,29 @@ class RowsConfig(dg.Config):
     regenerate: bool = False
     redrive: bool = False
     redrive_error: str = ""  # only dead letters of this error
+
+
+class LedgerEntries:
+    """Writes the ledger entries of what was committed since. In the main thread: a database write blocks no row.
+
+    The first at once, then those of two seconds together: a write costs as much for one entry as for a dozen.
+    """
+
+    def __init__(self, context: dg.AssetExecutionContext, run: RangeRun) -> None:
+        self.context, self.run, self._next = context, run, 0.0
+
+    def write(self, *, all_of_them: bool = False) -> None:
+        """At most `MOST_ENTRIES`: a lost lease is noticed also while batches come faster than they are written."""
+        if not all_of_them and time.monotonic() < self._next:
+            return
+        found: list[BatchFooter] = []
+        with contextlib.suppress(queue.Empty):
+            while all_of_them or len(found) < MOST_ENTRIES:
+                found.append(self.run.committed.get_nowait())
+        if found:
+            store, snapshot = self.run.store, self.run.manifest.snapshot
+            log_together(self.context, (ledger.batch_event(store, footer, snapshot) for footer in found))
+            self._next = time.monotonic() + REPORT_SECONDS
 
 
 def generate_rows(
@@ -106,8 +130,8 @@ def _generate_range(
     manifest = _manifest(store)
     wanted = set(keys)
     entries = [entry for entry in store.entries(manifest.snapshot) if entry.key in wanted]
-    for key in sorted(wanted - {entry.key for entry in entries}):
-        context.log_event(ledger.empty_event(store.dataset, key, manifest.snapshot))
+    gone = sorted(wanted - {entry.key for entry in entries})
+    log_together(context, (ledger.empty_event(store.dataset, key, manifest.snapshot) for key in gone))
     with contextlib.ExitStack() as stack:
         fleet_db = stack.enter_context(fleet.open_database())
         heartbeat = fleet.heartbeat(fleet_db, context.run.run_id)
@@ -121,8 +145,7 @@ def _generate_range(
         catalog = Catalog(context.instance, spec.name)
         conditions = _conditions(catalog, {key: known[key] for key in keys if key in known})
         plan = _planned(store, manifest, heartbeat, lambda: plan_range(store, entries, intent, versions, conditions))
-        for footer in plan.done:
-            context.log_event(ledger.batch_event(store, footer, manifest.snapshot))
+        log_together(context, (ledger.batch_event(store, footer, manifest.snapshot) for footer in plan.done))
         if plan.todo:
             identity = RunIdentity(context.run.run_id, intent, (keys[0], keys[-1]))
             objective = _join_request(context, spec, fleet_db)
@@ -251,12 +274,12 @@ def _generate(
     """
     self_test(run.store.objects)  # no GPU is held with nowhere safe to write
     heartbeat.rows_done = lambda: run.progress().rows_done
-    result = DONE
+    result, written = DONE, LedgerEntries(context, run)
     with contextlib.closing(run), rare_collections(), LoopThread() as loop, probed(run, loop):
         try:
-            if _needs_engine(context, loop, run, heartbeat):
+            if _needs_engine(written, loop, run, heartbeat):
                 supervisor = _supervisor(context, fleet, fleet_db, heartbeat, need, run, loop)
-                result = _serve(context, run, supervisor, ProgressReport(run.rows, time.monotonic), fleet_db)
+                result = _serve(context, run, written, supervisor, ProgressReport(run.rows, time.monotonic), fleet_db)
         except (FleetConfigError, PricingError, RunEnded, StoreAway) as error:
             result = failed(error)
         finally:
@@ -264,7 +287,7 @@ def _generate(
             if flushing.wait(FLUSH_SECONDS):
                 with contextlib.suppress(Exception):  # a store that is away; why the run ends is said below
                     flushing.result()
-            _report(context, run, math.inf)
+            written.write(all_of_them=True)
     if missing := run.missing():
         if result.refused:
             context.instance.add_run_tags(context.run.run_id, {REFUSED_TAG: context.run.run_id})
@@ -403,6 +426,7 @@ def _supervisor(
 def _serve(
     context: dg.AssetExecutionContext,
     run: RangeRun,
+    written: LedgerEntries,
     supervisor: EngineSupervisor,
     progress: ProgressReport,
     fleet_db: FleetDatabase,
@@ -421,7 +445,7 @@ def _serve(
 
     try:
         while (result := supervisor.step()).kind is StepKind.CONTINUE:
-            _report(context, run)
+            written.write()
             if found := progress.due(run.progress().rows_done, supervisor.heartbeat.activity.note):
                 tell(found)
             supervisor.wait(WAIT_SECONDS)
@@ -453,7 +477,7 @@ def rare_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _needs_engine(context: dg.AssetExecutionContext, loop: LoopThread, run: RangeRun, heartbeat: Heartbeat) -> bool:
+def _needs_engine(written: LedgerEntries, loop: LoopThread, run: RangeRun, heartbeat: Heartbeat) -> bool:
     """Commit what is complete without an engine (journal, copies of earlier objects); True when rows are left.
 
     While another run holds all that is left, this waits: no engine is rented beside it. It waits for a store that is
@@ -462,7 +486,7 @@ def _needs_engine(context: dg.AssetExecutionContext, loop: LoopThread, run: Rang
     preparing = loop.submit(run.prepare())
     try:
         while not preparing.wait(WAIT_SECONDS):
-            _report(context, run)
+            written.write()
             if words := silence(run.health):
                 heartbeat.tell(words, WaitReason(WaitKind.STORE))
             else:
@@ -480,15 +504,3 @@ def _tell_of_other_runs(run: RangeRun, heartbeat: Heartbeat) -> None:
         heartbeat.tell(WAITS, WaitReason(WaitKind.OTHER_RUN))
     else:
         heartbeat.tell("")
-
-
-def _report(context: dg.AssetExecutionContext, run: RangeRun, seconds: float = REPORT_SECONDS) -> None:
-    """Write the ledger entries of what was committed since. In the main thread: a database write blocks no row.
-
-    Returns after `seconds`, so that a lost lease is noticed also while batches come faster than entries are written.
-    """
-    until = time.monotonic() + seconds
-    with contextlib.suppress(queue.Empty):
-        while time.monotonic() < until:
-            footer = run.committed.get_nowait()
-            context.log_event(ledger.batch_event(run.store, footer, run.manifest.snapshot))

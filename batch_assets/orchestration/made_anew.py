@@ -13,6 +13,7 @@ import dagster as dg
 
 from batch_assets.catalog.catalog_reader import BatchReport, Catalog, current_reports
 from batch_assets.catalog.ledger import anew_event
+from batch_assets.dagster_internals.event_batches import report_together
 from batch_assets.generation.range_plan import mixed
 from batch_assets.snapshot.source.errors import SourceError
 from resources.store.dataset_store import BatchEntry, BatchObject, DatasetStore
@@ -67,14 +68,20 @@ def mark(
 ) -> str:
     """Mark the batches of these that the regeneration is about; returns what was done. Raises BadCondition."""
     reports = Catalog(instance, store.dataset).reports()
-    batches = rows = 0
-    for entry, count in wanted.counts(store, entries, reports):
-        found = reports.get(entry.key)
-        used = -1 if found is None else found.version.used_for(entry.data_version)
-        former = "" if found is None else found.model
-        event = anew_event(store.dataset, entry, used, snapshot, "it was asked for", where=wanted.where, former=former)
-        instance.report_runless_asset_event(event)
-        batches, rows = batches + 1, rows + count
+    rows = 0
+
+    def marks() -> Iterator[dg.AssetMaterialization]:
+        nonlocal rows
+        for entry, count in wanted.counts(store, entries, reports):
+            found = reports.get(entry.key)
+            used = -1 if found is None else found.version.used_for(entry.data_version)
+            former = "" if found is None else found.model
+            rows += count
+            yield anew_event(
+                store.dataset, entry, used, snapshot, "it was asked for", where=wanted.where, former=former
+            )
+
+    batches = report_together(instance, marks())
     return f"{store.dataset}: {rows:,} rows of {batches:,} batches are asked again"
 
 
@@ -103,10 +110,16 @@ def settle_simulated(
         if real and (played or asks):
             raise SourceError(mixed(store.dataset, simulated=True))
         return ""
-    for key in played:
-        found = reports[key]
-        event = anew_event(
-            store.dataset, entries[key], found.version.generation, snapshot, SIMULATED_REASON, former=found.model
+    marks = (
+        anew_event(
+            store.dataset,
+            entries[key],
+            reports[key].version.generation,
+            snapshot,
+            SIMULATED_REASON,
+            former=reports[key].model,
         )
-        instance.report_runless_asset_event(event)
+        for key in played
+    )
+    report_together(instance, marks)
     return f"{store.dataset}: {len(played):,} simulated batches will be made anew by a real engine" if played else ""

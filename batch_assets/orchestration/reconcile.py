@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import dagster as dg
 
@@ -17,6 +18,7 @@ from batch_assets.catalog import ledger
 from batch_assets.catalog.backfills import range_runs
 from batch_assets.catalog.catalog_reader import BatchReport, Catalog
 from batch_assets.catalog.publications import ledger_state, publish_runs
+from batch_assets.dagster_internals.event_batches import report_together
 from batch_assets.orchestration.store_check import object_infos, snapshot_problems, table_problems
 from batch_assets.publishing.published_table import published_table, table_versions
 from batch_assets.tags import PUBLISH_VOID_TAG
@@ -288,11 +290,9 @@ def empty_store(store: DatasetStore, known: int) -> str:
 def heal(instance: dg.DagsterInstance, store: DatasetStore, found: Findings) -> Iterator[str]:
     """Write down what was found, so that launcher and publisher act on it; yields what was done, in words."""
     snapshot = found.snapshot or ""
-    for lost in found.lost:
-        event = ledger.void_event(store.dataset, lost.key, lost.version, snapshot, lost.reason, lost.sha256)
-        instance.report_runless_asset_event(event)
-    for footer in found.unreported:
-        instance.report_runless_asset_event(ledger.batch_event(store, footer, snapshot))
+    voids = (ledger.void_event(store.dataset, it.key, it.version, snapshot, it.reason, it.sha256) for it in found.lost)
+    again = (ledger.batch_event(store, footer, snapshot) for footer in found.unreported)
+    report_together(instance, chain(voids, again))
     if found.lost:
         named = ", ".join(f"{lost.key} ({lost.reason})" for lost in found.lost[:5])
         more = f" and {len(found.lost) - 5} more" if len(found.lost) > 5 else ""

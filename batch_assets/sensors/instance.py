@@ -10,6 +10,8 @@ import threading
 
 import dagster as dg
 
+from batch_assets.dagster_internals.kept_connections import keep_connections
+
 # The daemon looks for due sensors every five seconds: an interval of just that would often miss a turn.
 SECONDS = 4
 
@@ -26,4 +28,5 @@ def instance_of(context: dg.SensorEvaluationContext) -> dg.DagsterInstance:
         key = repr(reference)
         if key not in _kept:
             _kept[key] = dg.DagsterInstance.from_ref(reference)
+            keep_connections(_kept[key])
         return _kept[key]

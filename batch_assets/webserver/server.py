@@ -42,11 +42,13 @@ def serve(home: Path, port: int, workspace: Path, host: str = LOOPBACK) -> None:
     from dagster_webserver.version import __version__
 
     from batch_assets.dagster_internals import workspace_of
+    from batch_assets.dagster_internals.event_batches import write_together
     from batch_assets.dagster_internals.server_ids import ask_seldom
 
     ask_seldom()
     with dg.DagsterInstance.from_config(str(home)) as instance:
         instance.optimize_for_webserver(STATEMENT_MILLISECONDS, RECYCLE_SECONDS, MORE_CONNECTIONS)
+        write_together(instance)
         with workspace_of(instance, workspace, __version__) as context:
             app = create_app_from_workspace_process_context(context, "", POLL_MILLISECONDS)
             uvicorn.run(

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Group
@@ -29,6 +29,8 @@ from resources.store.dataset_store import BatchFooter, BatchObject, DatasetStore
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import dagster as dg
 
     from batch_assets.publishing.verify import Verification
     from batch_assets.spec.discovery import BrokenFile
@@ -155,6 +157,7 @@ def _print_differences(name: str, found: Verification) -> None:
 
 def rebuild(name: str) -> int:
     """Report to the catalog what the store has and the catalog lacks; returns the exit status."""
+    from batch_assets.dagster_internals.event_batches import report_together
     from batch_assets.orchestration.assets import register_batches
     from resources.objects.object_read_ahead import read_ahead, threads_for
 
@@ -164,18 +167,22 @@ def rebuild(name: str) -> int:
             raise StoreError(f"{name}: no snapshot in the store; run `batch-assets run {name}`")
         register_batches(seen.instance, seen.store, seen.store.manifest(snapshot))
         entries, reports = seen.store.entries(snapshot), seen.reports()
-        reported = unreadable = 0
-        current = seen.store.current_objects(entries).values()
-        for found in read_ahead(lambda batch: _footer(seen.store, batch), current, threads_for(seen.store.objects)):
-            if isinstance(found, CorruptObject):
-                sys.stderr.write(f"{found}\n")
-                unreadable += 1
-            elif _changed(found, reports.get(found.key)):
-                sys.stderr.write(f"{name} batch {found.key}: not as it was written; {seen.store.mended_by_run}\n")
-                unreadable += 1
-            elif not _reported(seen.store, found, reports.get(found.key)):
-                seen.instance.report_runless_asset_event(ledger.batch_event(seen.store, found, snapshot))
-                reported += 1
+        unreadable = 0
+
+        def unreported() -> Iterator[dg.AssetMaterialization]:
+            nonlocal unreadable
+            current = seen.store.current_objects(entries).values()
+            for found in read_ahead(lambda batch: _footer(seen.store, batch), current, threads_for(seen.store.objects)):
+                if isinstance(found, CorruptObject):
+                    sys.stderr.write(f"{found}\n")
+                    unreadable += 1
+                elif _changed(found, reports.get(found.key)):
+                    sys.stderr.write(f"{name} batch {found.key}: not as it was written; {seen.store.mended_by_run}\n")
+                    unreadable += 1
+                elif not _reported(seen.store, found, reports.get(found.key)):
+                    yield ledger.batch_event(seen.store, found, snapshot)
+
+        reported = report_together(seen.instance, unreported())
     sys.stdout.write(f"{name}: {reported:,} of {len(entries):,} batches reported again\n")
     return 1 if unreadable else 0
 

@@ -14,11 +14,11 @@ from dagster._core.errors import DagsterExecutionInterruptedError
 from support.dataset_project import BATCH, MODEL, DatasetProject, dataset_project
 from support.simulated_engine import SimulatedEngine, simulated_engine
 
-import batch_assets.generation.op
 import batch_assets.orchestration.assets
 from batch_assets.catalog import ledger
 from batch_assets.catalog.backfills import range_runs
 from batch_assets.generation import progress_report
+from batch_assets.generation.op import LedgerEntries
 from batch_assets.tags import ENDPOINT_TAG, RANGE_END_TAG, RANGE_START_TAG, REQUEST_TAG
 from resources.endpoints import allow
 
@@ -127,19 +127,19 @@ def test_an_interrupt_gives_the_lease_back_once_and_what_was_journaled_is_not_as
 ):
     """Dagster raises in the main thread, wherever that is: here in its wait for the engine."""
     released: list[bool] = []
-    report = batch_assets.generation.op._report
+    write = LedgerEntries.write
     done = {"rows": 0}
 
-    def interrupting(context, run, *more):
-        report(context, run, *more)
-        done["rows"] = run.progress().rows_done
+    def interrupting(self: LedgerEntries, **options: bool):
+        write(self, **options)
+        done["rows"] = self.run.progress().rows_done
         if 15 <= done["rows"] < 60 and not released:
             released.append(True)
             raise DagsterExecutionInterruptedError
 
     engine.set_faults({"kind": "hang", "match": {"contains": QUESTIONS[30]}})  # or all were done before anybody looks
     with monkeypatch.context() as patch:
-        patch.setattr(batch_assets.generation.op, "_report", interrupting)
+        patch.setattr(LedgerEntries, "write", interrupting)
         assert not site.run_rows("00000", "00005", engine.url).success
     run_id = site.instance.get_runs(limit=1)[0].run_id
     assert [back for _, _, back in site.fleet_db.history(run_id)] == [True]
@@ -159,13 +159,13 @@ def test_a_run_that_somebody_ends_says_so_without_a_traceback(
 ):
     """An interrupt that nobody asked for, as when a machine goes down, keeps its traceback."""
 
-    def interrupted(context, run, *more):
+    def interrupted(self: LedgerEntries, **options: bool):
         if asked:
-            context.instance.report_run_canceling(context.run)
+            self.context.instance.report_run_canceling(self.context.run)
         raise DagsterExecutionInterruptedError
 
     with monkeypatch.context() as patch:
-        patch.setattr(batch_assets.generation.op, "_report", interrupted)
+        patch.setattr(LedgerEntries, "write", interrupted)
         assert not site.run_rows("00000", "00005", engine.url).success
     (run,) = site.instance.get_runs(limit=1)
     events = [entry.dagster_event for entry in site.instance.all_logs(run.run_id) if entry.dagster_event]
@@ -243,14 +243,14 @@ def test_a_run_that_was_declared_dead_stands_down_and_leases_no_engine_again(
     site: DatasetProject, monkeypatch: pytest.MonkeyPatch
 ):
     """The watchdog's word, while the worker was stopped: its successor has the range, so it must spend nothing."""
-    report = batch_assets.generation.op._report
+    write = LedgerEntries.write
 
-    def declared_dead(context, run, *more):
-        report(context, run, *more)
-        if run.progress().rows_done >= 5:
-            site.fleet_db.end_run(context.run.run_id)
+    def declared_dead(self: LedgerEntries, **options: bool):
+        write(self, **options)
+        if self.run.progress().rows_done >= 5:
+            site.fleet_db.end_run(self.context.run.run_id)
 
-    monkeypatch.setattr(batch_assets.generation.op, "_report", declared_dead)
+    monkeypatch.setattr(LedgerEntries, "write", declared_dead)
     with simulated_engine("--speed", "0.5", "--max-num-seqs", "4", model=MODEL) as slow:
         result = site.run_rows("00000", "00005", slow.url)
     assert not result.success

@@ -1,0 +1,169 @@
+"""Events that are written together are the events that are written one by one.
+
+What `event_batches.py` leans on is private to Dagster: when it changes, these tests fail.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import dagster as dg
+import pytest
+import sqlalchemy as sa
+from dagster._core.storage.event_log import SqliteEventLogStorage
+from dagster._core.storage.event_log.sql_event_log import SqlEventLogStorage
+from support.fleet_databases import postgres_url
+
+from batch_assets.catalog.ledger import DATA_VERSION_TAG
+from batch_assets.dagster_internals import event_batches
+from batch_assets.dagster_internals.event_batches import log_together, report_together, write_together
+from batch_assets.dagster_internals.kept_connections import keep_connections
+
+KEYS = [f"{number:05}" for number in range(1201)]
+ROWS = dg.AssetKey(["d", "rows"])
+PARTITIONS = dg.StaticPartitionsDefinition(KEYS)
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.slow)])
+def instance(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[dg.DagsterInstance]:
+    monkeypatch.delenv(event_batches.SIZE_VARIABLE, raising=False)
+    with contextlib.ExitStack() as stack:
+        storage = ""
+        if request.param == "postgres":
+            url = stack.enter_context(postgres_url(request.getfixturevalue("server")))
+            storage = f"storage: {{postgres: {{postgres_url: '{url}'}}}}"
+        (tmp_path / "dagster.yaml").write_text(storage)
+        yield stack.enter_context(dg.DagsterInstance.from_config(str(tmp_path)))
+        monkeypatch.delenv(event_batches.SIZE_VARIABLE, raising=False)
+
+
+def made(key: str) -> dg.AssetMaterialization:
+    return dg.AssetMaterialization(ROWS, partition=key, metadata={"rows": 250}, tags={DATA_VERSION_TAG: f"v{key}"})
+
+
+def written(instance: dg.DagsterInstance, kind: dg.DagsterEventType) -> list[str | None]:
+    """Partitions of all events of a kind, in order."""
+    found = instance.event_log_storage.get_event_records(dg.EventRecordsFilter(kind, ROWS), ascending=True)
+    return [record.partition_key for record in found]
+
+
+def statements(instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is inserted from now on, whichever engine does it."""
+    seen: list[str] = []
+    execute = sa.Connection.execute
+
+    def counted(self: sa.Connection, statement: object, *args: object, **options: object) -> object:
+        if isinstance(statement, sa.Insert):
+            seen.append(statement.table.name)
+        return execute(self, statement, *args, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(sa.Connection, "execute", counted)
+    return seen
+
+
+def test_what_is_reported_together_is_what_is_reported_one_by_one(instance: dg.DagsterInstance):
+    assert report_together(instance, (made(key) for key in KEYS[:1100])) == 1100
+    for key in KEYS[1100:1110]:
+        instance.report_runless_asset_event(made(key))
+    storage = instance.event_log_storage
+    assert written(instance, dg.DagsterEventType.ASSET_MATERIALIZATION) == KEYS[:1110]
+    tags = storage.get_latest_tags_by_partition(ROWS, dg.DagsterEventType.ASSET_MATERIALIZATION, [DATA_VERSION_TAG])
+    assert {key: found[DATA_VERSION_TAG] for key, found in tags.items()} == {key: f"v{key}" for key in KEYS[:1110]}
+    assert storage.get_materialized_partitions(ROWS) == set(KEYS[:1110])
+    newest = instance.get_latest_materialization_event(ROWS)
+    assert newest is not None and newest.asset_materialization is not None
+    assert newest.asset_materialization.partition == KEYS[1109]
+
+
+def test_nothing_is_reported_of_nothing(instance: dg.DagsterInstance):
+    assert report_together(instance, []) == 0
+    assert written(instance, dg.DagsterEventType.ASSET_MATERIALIZATION) == []
+
+
+def test_events_are_read_in_groups_and_those_before_an_error_are_written(instance: dg.DagsterInstance):
+    def events() -> Iterator[dg.AssetMaterialization]:
+        yield from (made(key) for key in KEYS[:700])
+        raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        report_together(instance, events())
+    assert written(instance, dg.DagsterEventType.ASSET_MATERIALIZATION) == KEYS[:500]
+
+
+def test_a_group_that_cannot_be_written_is_written_one_by_one(
+    instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(*args: object) -> None:
+        raise RuntimeError("refused")
+
+    monkeypatch.setattr(event_batches, "_index", refuse)
+    report_together(instance, (made(key) for key in KEYS[:20]))
+    found = written(instance, dg.DagsterEventType.ASSET_MATERIALIZATION)
+    assert sorted(set(found), key=str) == KEYS[:20] and len(found) == 20
+
+
+def test_a_run_plans_and_makes_its_partitions_with_few_statements(
+    instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
+):
+    """One insert of all planned events, and one of all materializations; the run's own log has both too."""
+
+    @dg.asset(
+        key=ROWS, partitions_def=PARTITIONS, backfill_policy=dg.BackfillPolicy.single_run(), output_required=False
+    )
+    def rows(context: dg.AssetExecutionContext) -> Iterator[None]:
+        log_together(context, (made(key) for key in context.partition_keys))
+        yield from ()
+
+    write_together(instance)
+    seen = statements(instance, monkeypatch)
+    tags = {"dagster/asset_partition_range_start": KEYS[0], "dagster/asset_partition_range_end": KEYS[399]}
+    result = dg.materialize([rows], instance=instance, tags=tags)
+    assert result.success
+    planned = written(instance, dg.DagsterEventType.ASSET_MATERIALIZATION_PLANNED)
+    assert sorted(planned, key=str) == KEYS[:400]
+    assert written(instance, dg.DagsterEventType.ASSET_MATERIALIZATION) == KEYS[:400]
+    log = [one.dagster_event for one in instance.all_logs(result.run_id) if one.dagster_event is not None]
+    for kind in (dg.DagsterEventType.ASSET_MATERIALIZATION_PLANNED, dg.DagsterEventType.ASSET_MATERIALIZATION):
+        assert {one.partition for one in log if one.event_type is kind} == set(KEYS[:400])
+    assert len(result.asset_materializations_for_node("d__rows")) == 400
+    if isinstance(instance.event_log_storage, SqliteEventLogStorage):  # one by one into the index, in one transaction
+        assert seen.count("event_logs") < 2 * 400 + 100
+    else:
+        assert seen.count("event_logs") < 60
+    assert seen.count("asset_event_tags") == 1
+
+
+def test_stock_dagster_does_what_is_leant_on(instance: dg.DagsterInstance):
+    """Its buffer calls `store_event_batch` of the storage, which it looks up each time."""
+    storage = instance.event_log_storage
+    assert isinstance(storage, SqlEventLogStorage)
+    calls: list[int] = []
+    write_together(instance)
+    ours = storage.store_event_batch
+    setattr(storage, event_batches.REPLACED, lambda events: (calls.append(len(events)), ours(events)))
+    report_together(instance, (made(key) for key in KEYS[:1100]))
+    assert calls == [500, 500, 100]
+
+
+@pytest.mark.slow
+def test_connections_to_postgres_are_kept_and_a_dead_one_is_replaced(instance: dg.DagsterInstance):
+    if isinstance(instance.event_log_storage, SqliteEventLogStorage):
+        pytest.skip("about Postgres")
+    keep_connections(instance)
+    engines = {id(one._engine) for one in (instance.run_storage, instance.event_log_storage, instance.schedule_storage)}
+    assert len(engines) == 1
+    engine = instance.run_storage._engine
+    for _ in range(20):
+        report_together(instance, [made(KEYS[0])])
+        assert instance.get_runs_count() == 0
+    assert engine.pool.checkedin() <= 2
+    with engine.connect() as ours, engine.connect() as more:
+        pids = [one.exec_driver_sql("SELECT pg_backend_pid()").scalar_one() for one in (ours, more)]
+    alone = sa.create_engine(engine.url, isolation_level="AUTOCOMMIT", poolclass=sa.NullPool)
+    with alone.connect() as connection:  # as when the server is started again
+        for pid in pids:
+            connection.exec_driver_sql(f"SELECT pg_terminate_backend({pid})")
+    assert instance.get_runs_count() == 0
+    assert report_together(instance, (made(key) for key in KEYS[:5])) == 5
