@@ -1,4 +1,4 @@
-# make demo | demo-fleet | test | soak | ui | lint. Each builds the environment in .venv first, once, and again when the lock file changes.
+# make demo | demo-fleet | test | soak | bench | ui | lint. Each builds the environment in .venv first, once, and again when the lock file changes.
 
 PYTHON ?= python3
 ENV := .venv
@@ -12,7 +12,7 @@ ifdef PIP_FIND_LINKS
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 endif
 
-.PHONY: env weights demo demo-fleet test soak ui lint
+.PHONY: env weights demo demo-fleet test soak bench ui lint
 
 env: $(STAMP)
 
@@ -54,6 +54,12 @@ soak: export BATCH_ASSETS_SOAK = 1
 soak: export BATCH_ASSETS_TEST_SEED = $(SEED)
 soak: $(WEIGHTS)
 	$(BIN)/python tests/support/second_run.py -m "soak$(if $(VLLM_PYTHON),, and not vllm)" $(if $(GROUP),--group $(GROUP)) -v --durations=15
+
+# Speed beside other systems (those that are installed: docs/performance.md), of a start, and of 50,000 rows: minutes.
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.peers --works short --rows 1000 --again
+	$(BIN)/python benchmarks/start.py --times 2
+	$(BIN)/python benchmarks/scale.py --rows 50000
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -77,10 +77,10 @@ class Start:
 
 
 class Watch:
-    """All processes of a home, those that have ended too."""
+    """All processes with a mark, `NAME=value`, in their environment, those that have ended too."""
 
-    def __init__(self, home: Path) -> None:
-        self._mark, self._tick = f"DAGSTER_HOME={home}".encode(), os.sysconf("SC_CLK_TCK")
+    def __init__(self, mark: str) -> None:
+        self._mark, self._tick = mark.encode(), os.sysconf("SC_CLK_TCK")
         self._others: set[str] = set()
         self.processes: dict[str, Process] = {}
 
@@ -160,7 +160,7 @@ def measure(folder: Path, dataset: str, endpoint: str | None) -> Start:
         )
         fleet["simulated"]["arguments"] = ["--request-log", "{home}/{name}.requests"]
         (home / "fleet.yaml").write_text(yaml.safe_dump(fleet))
-    watch, load = Watch(home), os.getloadavg()[0]
+    watch, load = Watch(f"DAGSTER_HOME={home}"), os.getloadavg()[0]
     began, ticks = time.time(), time.monotonic()
     command = [str(Path(sys.executable).with_name("batch-assets")), "run", dataset, *words]
     with (folder / "command.log").open("wb") as log:
