@@ -14,7 +14,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,8 +62,9 @@ def why_not() -> str:
 
 
 @contextlib.contextmanager
-def postgres(*, durable: bool = True) -> Iterator[PostgresServer]:
-    """A server for as long as the body runs. Not `durable`: without what survives a power cut, for tests.
+def postgres(*, durable: bool = True, settings: Sequence[str] = ()) -> Iterator[PostgresServer]:
+    """A server for as long as the body runs. Not `durable`: without what survives a power cut, for tests. `settings`:
+    further ones, `name=value`.
 
     Tests connect thousands of times, so a password is proved to theirs by MD5: by SCRAM that takes 5 ms of CPU.
     """
@@ -74,8 +75,9 @@ def postgres(*, durable: bool = True) -> Iterator[PostgresServer]:
         _create(folder, password, authentication="scram-sha-256" if durable else "md5")
         options = ["-D", str(folder / "data"), "-p", str(port), "-c", "listen_addresses=127.0.0.1"]
         options += ["-c", f"unix_socket_directories={folder}"]
-        for setting in [] if durable else NOT_DURABLE:
-            options += ["-c", f"{setting}=off"]
+        off = [] if durable else [f"{setting}=off" for setting in NOT_DURABLE]
+        for setting in [*off, *settings]:
+            options += ["-c", setting]
         with (folder / "log").open("wb") as log:
             process = subprocess.Popen(_as_user("postgres", *options), cwd=folder, stdout=log, stderr=log)
         _wait_ready(process, folder, port)

@@ -32,7 +32,6 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
-from postgres import PostgresServer, postgres, why_not
 
 from batch_assets import settings
 from batch_assets.catalog import ledger
@@ -42,6 +41,7 @@ from batch_assets.local_dagster.stack import Stack
 from batch_assets.local_dagster.worker_template import WORKER
 from batch_assets.publishing.published_table import PublishedTable, published_table
 from batch_assets.tags import PUBLISH_TAG
+from benchmarks.postgres import PostgresServer, postgres, why_not
 from gpu_runner.fleet_database.database import FleetDatabase
 from resources.objects.opening import open_objects
 from resources.store.dataset_store import DatasetStore

@@ -31,6 +31,7 @@ from batch_assets.orchestration.active_request import ActiveDataset
 from batch_assets.orchestration.assets import set_pool
 from batch_assets.orchestration.capacity_report import alerts_of, check_event, done_event, requests_fail
 from batch_assets.orchestration.request_summary import request_status, summary_of
+from batch_assets.sensors.instance import fleet_database_of
 from batch_assets.sensors.open_datasets import Datasets, Open, OpenDatasets, Seen
 from batch_assets.tags import ENDPOINT_TAG
 from gpu_runner.fleet_database.capacity_plan import Assignment, Pause, PauseKind
@@ -78,7 +79,7 @@ class _Ticks:
         """Looks at every dataset whose turn it is, and decides for those with open work."""
         announced = _announced(context.cursor)
         events: list[Any] = []
-        with fleet.open_database() as fleet_db:
+        with fleet_database_of(context, fleet) as fleet_db:
             seen = self._open.look(context, store, fleet_db)
             if seen.questions or seen.over:
                 events = self._decide(context, fleet, fleet_db, seen, announced)

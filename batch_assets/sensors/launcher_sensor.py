@@ -16,7 +16,7 @@ from batch_assets.kubernetes.run_workers import WorkerSizes
 from batch_assets.orchestration.launch_plan import plan_launch, run_size
 from batch_assets.orchestration.trial import wanted_entries
 from batch_assets.publishing.dead_letters import dead_batches
-from batch_assets.sensors.instance import SECONDS, instance_of
+from batch_assets.sensors.instance import SECONDS, fleet_database_of, instance_of
 from batch_assets.sensors.many_datasets import Rounds, TickOutcome
 from batch_assets.snapshot.cache import SnapshotCache
 from batch_assets.spec.endpoint_limits import LIMIT_TAGS
@@ -43,6 +43,7 @@ UNPLANNED_INSTANCES = 8  # until the capacity sensor has planned
 COPIED_TAGS = (ENDPOINT_TAG, SIMULATE_TAG, ROWS_TAG, *OPTION_TAGS, *LIMIT_TAGS)  # from a request to its runs
 _NOT_ASKED = "{} batches are missing, but nobody asked for this snapshot: start {}_refresh to generate them"
 NO_SIZES = WorkerSizes()
+Targeted = Callable[[str], DatasetTarget | None]  # what the fleet's database says of a dataset
 WAIT_SECONDS = 4.0  # less than from one tick to the next
 LOOK_SECONDS = 0.25
 _UNDER_WAY = [dg.DagsterRunStatus.QUEUED, dg.DagsterRunStatus.STARTING, dg.DagsterRunStatus.STARTED]
@@ -103,8 +104,12 @@ def launcher_sensor(
     def launcher(context: dg.SensorEvaluationContext) -> dg.SensorResult:
         instance = instance_of(context)
 
+        def target(name: str) -> DatasetTarget | None:
+            with fleet_database_of(context, fleet) as fleet_db:
+                return fleet_db.target(name)
+
         def look(name: str) -> TickOutcome:
-            found = _look(instance, specs[name], store, fleet, caches[name])
+            found = _look(instance, specs[name], store, fleet, caches[name], target)
             sized = [
                 request.with_replaced_attrs(tags={**request.tags, **workers.tags(batches)})
                 for request, batches in zip(found.requests, found.batches, strict=True)
@@ -141,7 +146,12 @@ class Request:
 
 
 def _look(
-    instance: dg.DagsterInstance, spec: GeneratedDatasetSpec, store: BatchStore, fleet: GpuFleet, cache: SnapshotCache
+    instance: dg.DagsterInstance,
+    spec: GeneratedDatasetSpec,
+    store: BatchStore,
+    fleet: GpuFleet,
+    cache: SnapshotCache,
+    target: Targeted,
 ) -> TickOutcome:
     """What one dataset wants started now."""
     refresh = Request.newest(instance, REFRESH_TAG, spec.name)
@@ -159,13 +169,19 @@ def _look(
         if wanted and not _asked(instance, refresh, snapshot):
             looks.append(TickOutcome(_NOT_ASKED.format(len(wanted), spec.name), "blocked"))
         else:
-            looks.append(_launch(instance, spec, fleet, refresh, wanted, {}))
+            looks.append(_launch(instance, spec, fleet, target, refresh, wanted, {}))
     if redrive is not None and not missing:
         error = redrive.asked_by.tags.get(REDRIVE_ERROR_TAG, "")
         dead = dead_batches(data, error)
         wanted = dead if dead and _asked(instance, redrive, snapshot) else []
         found = _launch(
-            instance, spec, fleet, redrive, wanted, {"redrive": True, **({"redrive_error": error} if error else {})}
+            instance,
+            spec,
+            fleet,
+            target,
+            redrive,
+            wanted,
+            {"redrive": True, **({"redrive_error": error} if error else {})},
         )
         looks.append(TickOutcome(f"re-drive: {found.reason}", found.state, found.requests, found.batches))
     states = [look.state for look in looks]
@@ -186,6 +202,7 @@ def _launch(
     instance: dg.DagsterInstance,
     spec: GeneratedDatasetSpec,
     fleet: GpuFleet,
+    targeted: Targeted,
     request: Request,
     wanted: Sequence[str],
     config: Mapping[str, bool | str],
@@ -199,8 +216,7 @@ def _launch(
     if config.get("redrive"):
         tried = [run.keys for run in runs if run.request == asked_by.run_id and run.outcome == "succeeded"]
         wanted = [key for key in wanted if not any(key in keys for keys in tried)]
-    with fleet.open_database() as fleet_db:
-        target = fleet_db.target(spec.name)
+    target = targeted(spec.name)
     keys = instance.get_dynamic_partitions(spec.name)
     launch = plan_launch(
         asked_by.run_id,

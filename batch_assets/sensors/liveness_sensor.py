@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 import dagster as dg
 
 from batch_assets.dagster_internals import REPOSITORY_LABEL_TAG
-from batch_assets.sensors.instance import SECONDS, instance_of
+from batch_assets.sensors.instance import SECONDS, fleet_database_of, instance_of
 from batch_assets.tags import PRIORITY_TAG, RETRY_NUMBER_TAG
 from gpu_runner.fleet_database.database import RunBeat
 from resources.fleet.resource import GpuFleet
@@ -90,7 +90,7 @@ def watchdog_sensor(fleet: GpuFleet) -> dg.SensorDefinition:
     def watchdog(context: dg.SensorEvaluationContext) -> dg.SkipReason:
         found: list[str] = []
         instance = instance_of(context)
-        with fleet.open_database() as fleet_db:
+        with fleet_database_of(context, fleet) as fleet_db:
             for beat in fleet_db.runs():
                 if beat.age > 2 * fleet.ttl:
                     found += _end_silent_run(instance, beat)

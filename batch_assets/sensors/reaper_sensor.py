@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dagster as dg
 
-from batch_assets.sensors.instance import SECONDS
+from batch_assets.sensors.instance import SECONDS, fleet_database_of
 from resources.fleet.resource import GpuFleet
 
 
@@ -18,7 +18,7 @@ def reaper_sensor(fleet: GpuFleet) -> dg.SensorDefinition:
         description="Ends what is rented and of no more use: expired leases, idle, unknown and lost instances.",
     )
     def reaper(context: dg.SensorEvaluationContext) -> dg.SkipReason:
-        with fleet.open_database() as fleet_db:
+        with fleet_database_of(context, fleet) as fleet_db:
             said = fleet.sweep(fleet_db)
             standing = fleet_db.fleet()
         for sentence in said:

@@ -110,7 +110,7 @@ class FleetDatabase(Instances, Targets, Reports, Claims, Figures, Services, Gran
     def beat(self, run_id: str, state: RunState, activity: RunActivity, rows_done: int) -> bool:
         """Say that the run lives, and what it does. False: it was declared dead meanwhile, and stays so."""
         change = RUNS.update().where((RUNS.c.run_id == run_id) & (RUNS.c.state != "ended"))
-        with self._transaction() as (connection, now):
+        with self._own_row() as (connection, now):
             values = {"state": state, "note": activity.note[:300], "rows_done": rows_done, "beat_at": now}
             values |= wait_columns(activity.wait) | {"wait_since": _wait_since(activity.wait, now)}
             return connection.execute(change.values(**values)).rowcount == 1

@@ -17,6 +17,7 @@ from gpu_runner.fleet_database.accounting.bill_end import existed
 from gpu_runner.fleet_database.accounting.request_budget import budgets_reached, count_anew, payer, refuse_beyond
 from gpu_runner.fleet_database.connection import FACTS, INSTANCES, LEASES, OFFER_FAILURES
 from gpu_runner.fleet_database.leases import (
+    NOT_ENDED,
     STANDING,
     Lease,
     Leases,
@@ -51,8 +52,12 @@ class Instances(Leases):
 
     def tag(self) -> str:
         """What every name of this fleet starts with; made once per database."""
+        made = sa.select(FACTS.c.value).where(FACTS.c.name == "tag")
+        with self._reader() as connection:
+            if (found := connection.execute(made).scalar()) is not None:
+                return str(found)
         with self._transaction() as (connection, _):
-            found = connection.execute(sa.select(FACTS.c.value).where(FACTS.c.name == "tag")).scalar()
+            found = connection.execute(made).scalar()
             if found is None:
                 found = f"ba-{secrets.token_hex(3)}-"
                 connection.execute(FACTS.insert().values(name="tag", value=found))
@@ -93,7 +98,7 @@ class Instances(Leases):
             count = count_leases(connection, dataset, now, replaces)
             if limit is not None and count + count_draining(connection, dataset, now, replaces) >= limit:
                 return None
-            standing = sa.select(sa.func.count()).where(INSTANCES.c.state != "ended")
+            standing = sa.select(sa.func.count()).where(INSTANCES.c.state.in_(NOT_ENDED))
             if cap is not None and connection.execute(standing).scalar_one() >= cap:
                 raise FleetFull(cap)
             connection.execute(
@@ -158,11 +163,13 @@ class Instances(Leases):
         """
         with self._transaction() as (connection, now):
             said = _close_expired(connection, now)
-            reached = budgets_reached(connection, now)
             ends = sa.select(sa.func.max(LEASES.c.released_at)).where(LEASES.c.instance == INSTANCES.c.name)
             free = INSTANCES.c.state.in_(STANDING) & ~leased(now)
             query = sa.select(INSTANCES, ends.scalar_subquery().label("last_lease"), payer().label("payer")).where(free)
-            for row in connection.execute(query.order_by(INSTANCES.c.name)).mappings().all():
+            # Sorted here: SQLite would read all that there ever was in the order of names.
+            rows = sorted(connection.execute(query).mappings().all(), key=lambda row: str(row["name"]))
+            reached = budgets_reached(connection, now, (row["payer"] for row in rows))
+            for row in rows:
                 if reason := _overdue(row, now, idle_seconds) or reached.get(row["payer"]):
                     values = {"state": "ending", "ending_at": now, "reason": reason[:300]}
                     connection.execute(INSTANCES.update().where(INSTANCES.c.name == row["name"]).values(**values))

@@ -19,6 +19,7 @@ from gpu_runner.fleet_database.connection import INSTANCES, LEASES, RUNS, Tables
 
 NOTHING = LeaseUsage()
 STANDING = ("intent", "booting", "ready")
+NOT_ENDED = (*STANDING, "ending")  # named, so that an index finds them among all that have ended
 
 
 class RunEnded(Exception):
@@ -121,10 +122,11 @@ class Leases(Tables):
         ended; its instance then ends with its last lease. When `drain_seconds` more would do that, the lease is
         extended and the instance retired: the holder is to leave it while there is time.
         """
-        with self._transaction() as (connection, now):
+        with self._transaction(durable=False) as (connection, now):
             held = _held(connection, now, lease)
-            if held is None or not _change(connection, now, lease, spent, renewed_at=now, expires_at=now + ttl):
+            if held is None:
                 return False
+            _write(connection, now, lease, held, spent, renewed_at=now, expires_at=now + ttl)
             line = line_reached(connection, now, lease.instance, ttl, drain_seconds)
             if line is not None:
                 mark_retired(connection, now, lease.instance, line.reason)
@@ -242,10 +244,16 @@ def _change(connection: sa.Connection, now: float, lease: Lease, spent: LeaseUsa
     row = _held(connection, now, lease)
     if row is None:
         return False
-    totals = {name: max(row[name], value) for name, value in asdict(spent).items()}
-    change = LEASES.update().where(fenced(lease, now))
-    connection.execute(change.values(**totals, **values))
+    _write(connection, now, lease, row, spent, **values)
     return True
+
+
+def _write(
+    connection: sa.Connection, now: float, lease: Lease, held: sa.RowMapping, spent: LeaseUsage, **values: Any
+) -> None:
+    """Write to a lease that was just found live, in a transaction that no other writer interleaves with."""
+    totals = {name: max(held[name], value) for name, value in asdict(spent).items()}
+    connection.execute(LEASES.update().where(fenced(lease, now)).values(**totals, **values))
 
 
 def _last_word(connection: sa.Connection, now: float, lease: Lease, spent: LeaseUsage) -> None:

@@ -52,7 +52,6 @@ class _Round:
     def __init__(self, fleet_db: FleetDatabase, provider: Provider, tag: str, missing_seconds: float) -> None:
         self.fleet_db, self.provider, self.tag, self.missing_seconds = fleet_db, provider, tag, missing_seconds
         self.said: list[str] = []
-        self._all: dict[str, Instance] | None = None
 
     def run(self) -> list[str]:
         """Compare and settle; returns what was done."""
@@ -63,9 +62,11 @@ class _Round:
         except (ProviderError, ProviderUnclear) as error:
             self.said.append(f"{self.provider.name} does not list its machines: {error}")
         # The fleet's database is read after the list: whatever is listed was written down before it was ordered.
-        rows = {row.name: row for row in self.fleet_db.fleet() if row.provider == self.provider.name}
+        # Of those that have ended only what is listed still: the fleet's database keeps the bills of years.
+        known = {row.name: row for row in self.fleet_db.fleet_of(self.provider.name, (machines or {}).keys())}
+        rows = {name: row for name, row in known.items() if row.state != "ended"}
         for name, machine in (machines or {}).items():
-            row = rows.get(name) or self._settled(name)
+            row = known.get(name)
             if machine.leftover:
                 self.said.append(machine.leftover)
             if machine.state == "ended":
@@ -79,12 +80,6 @@ class _Round:
             elif name not in machines:
                 self._absent(row)
         return self.said
-
-    def _settled(self, name: str) -> Instance | None:
-        """The row of a machine that has ended in the fleet's database; None when it knows no such machine here."""
-        if self._all is None:
-            self._all = {row.name: row for row in self.fleet_db.fleet(ended=True) if row.provider == self.provider.name}
-        return self._all.get(name)
 
     def _ended(self, row: Instance | None, machine: Machine) -> None:
         if row is not None and (row.state != "ended" or row.end_unproven):

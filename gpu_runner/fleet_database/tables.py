@@ -62,6 +62,14 @@ LEASES = sa.Table(
     sa.Column("before_usd", sa.Float, nullable=False, server_default="0"),
     sa.Column("reason", sa.String(300), nullable=False, server_default=""),
 )
+# Those that are over are kept for ever: what looks for live ones reads an index that has no others.
+sa.Index("leases_by_dataset", LEASES.c.dataset)
+sa.Index(
+    "leases_open",
+    LEASES.c.dataset,
+    sqlite_where=LEASES.c.released_at.is_(None),
+    postgresql_where=LEASES.c.released_at.is_(None),
+)
 
 # `instances`, `offers`, `pause`: the command. `request`: what is made now ("": nothing), since when. What an operator
 # overrides holds for that request. `memory`, `plan`: what the capacity sensor keeps and shows, as JSON. `counted_…`:
@@ -125,6 +133,8 @@ INSTANCES = sa.Table(
     sa.Column("seen_at", sa.Float),
     sa.Column("retire_at", sa.Float),
     sa.Column("missing_since", sa.Float),
+    sa.Index("instances_by_state", "state"),
+    sa.Index("instances_by_end", "ended_at"),
 )
 
 # Which run asks for the rows of which batch object now. `object`: its name below the dataset's `batches/`.

@@ -129,6 +129,10 @@ class Targets(Tables):
             raise ValueError("begin_request: expected the name of a request, found none")
         wishes: dict[str, Any] = {"deadline_at": deadline_at, "budget_usd": budget_usd}
         wishes |= {"objective": objective, "max_instances": max_instances}
+        with self._reading() as (connection, now):  # the capacity sensor says it at each tick, of each open dataset
+            row = connection.execute(sa.select(DATASETS).where(DATASETS.c.dataset == dataset)).mappings().first()
+        if row is not None and row["request"] == request and wishes.items() <= row.items():
+            return _target(row, now)
         with self._transaction() as (connection, now):
             before = _read(connection, dataset, now)
             if before is not None and before.request == request:

@@ -11,6 +11,7 @@ they stood on. Each function works inside a transaction that began at `now`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,11 +147,12 @@ def line_reached(connection: sa.Connection, now: float, instance: str, ttl: floa
 
     Far from the budget this is one row to read: since it was last added up, spending grew by no more than its rate.
     """
-    if (budget := _payers_budget(connection, instance)) is None:
+    of = {"instance": instance, "now": now, "until": ttl + END_SECONDS, "drain": drain_seconds}
+    found = connection.execute(_PAYERS_BUDGET, of).first()
+    if found is None:
         return None
-    counted = DATASETS.c.counted_usd + DATASETS.c.counted_rate * (now - DATASETS.c.counted_at + ttl + END_SECONDS)
-    most = counted + DATASETS.c.counted_rate * drain_seconds
-    bound = connection.execute(sa.select(most).where(DATASETS.c.dataset == budget.dataset)).scalar()
+    *words, bound = found
+    budget = Budget(*words)
     if bound is not None and bound <= budget.usd:
         return None
     spend = _count(connection, now, budget)
@@ -161,9 +163,10 @@ def line_reached(connection: sa.Connection, now: float, instance: str, ttl: floa
     return None
 
 
-def budgets_reached(connection: sa.Connection, now: float) -> dict[str, str]:
-    """Datasets whose instances may not stand idle until the next sweep, with the reason."""
-    found = [Budget(*line) for line in connection.execute(_BUDGETS).all()]
+def budgets_reached(connection: sa.Connection, now: float, datasets: Iterable[str]) -> dict[str, str]:
+    """Those of the datasets whose instances may not stand idle until the next sweep, with the reason."""
+    named = set(datasets)
+    found = [Budget(*line) for line in connection.execute(_BUDGETS).all() if line[0] in named] if named else []
     spends = [(budget, _count(connection, now, budget)) for budget in found]
     return {
         budget.dataset: f"budget of {format_usd(budget.usd)} $ reached ({spend.rule()})"
@@ -200,12 +203,14 @@ _BUDGETS = sa.select(
 
 
 _PAYER = sa.select(payer()).where(INSTANCES.c.name == sa.bindparam("instance"))
-_PAYERS_BUDGET = _BUDGETS.where(DATASETS.c.dataset == _PAYER.scalar_subquery())  # at every renewal of a lease
-
-
-def _payers_budget(connection: sa.Connection, instance: str) -> Budget | None:
-    found = connection.execute(_PAYERS_BUDGET, {"instance": instance}).first()
-    return None if found is None else Budget(*found)
+# At every renewal of a lease: the budget, and what will have been spent at the most since it was last added up.
+_MOST = DATASETS.c.counted_usd + DATASETS.c.counted_rate * (
+    sa.bindparam("now", type_=sa.Float)
+    - DATASETS.c.counted_at
+    + sa.bindparam("until", type_=sa.Float)
+    + sa.bindparam("drain", type_=sa.Float)
+)
+_PAYERS_BUDGET = _BUDGETS.add_columns(_MOST.label("most")).where(DATASETS.c.dataset == _PAYER.scalar_subquery())
 
 
 def _count(connection: sa.Connection, now: float, budget: Budget) -> Spend:
@@ -244,6 +249,8 @@ def _segments() -> sa.Select[Any]:
     bill_ends = bill_end(_NOW)
     following = sa.func.lead(LEASES.c.acquired_at).over(partition_by=LEASES.c.instance, order_by=LEASES.c.epoch)
     runs_out = sa.case((LEASES.c.released_at.is_(None), LEASES.c.expires_at))
+    billed = INSTANCES.alias("billed")  # asked first, by the index on their ends: leases are kept for ever
+    billed_since = billed.c.ended_at.is_(None) | (billed.c.ended_at > _SINCE)
     return (
         sa.select(
             LEASES.c.dataset,
@@ -254,7 +261,7 @@ def _segments() -> sa.Select[Any]:
             sa.func.max(runs_out).over(partition_by=LEASES.c.instance).label("held_until"),
         )
         .join(INSTANCES, INSTANCES.c.name == LEASES.c.instance)
-        .where(open_bill | (INSTANCES.c.ended_at > _SINCE))
+        .where(LEASES.c.instance.in_(sa.select(billed.c.name).where(billed_since)))
     )
 
 

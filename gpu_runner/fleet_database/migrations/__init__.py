@@ -16,7 +16,7 @@ from gpu_runner.table_versions import TableVersions
 
 __all__ = ["HEAD", "FleetDatabaseTooNew", "upgrade", "version_of"]
 
-HEAD = "0007"
+HEAD = "0008"
 VERSION_TABLE = "fleet_alembic_version"  # Dagster's own `alembic_version` may stand in the same database
 _LOCK = 0x62617463  # of Postgres' advisory locks: one upgrade at a time
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,10 +24,11 @@ from gpu_runner.fleet_database.accounting.charges import Bill, Charge, Work, cha
 from gpu_runner.fleet_database.accounting.request_budget import payer
 from gpu_runner.fleet_database.connection import INSTANCES, LEASES, Tables
 from gpu_runner.fleet_database.instances import InstanceState
-from gpu_runner.fleet_database.leases import Lease
+from gpu_runner.fleet_database.leases import NOT_ENDED, Lease
 from gpu_runner.offers.speed import LengthMix, Measurement
 
 MANY = 500  # names that go into one query
+MEASURED = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,14 @@ class Reports(Tables):
         """Every instance that has not ended, or every one; oldest first."""
         return self._instances(_EVERY if ended else _NOT_ENDED)
 
+    def fleet_of(self, provider: str, names: Collection[str] = ()) -> list[Instance]:
+        """A provider's instances that have not ended, and those of its `names` that have; oldest first."""
+        found = self._instances(_OF_PROVIDER, provider=provider)
+        more = sorted(set(names) - {one.name for one in found})
+        for start in range(0, len(more), MANY):
+            found += self._instances(_OF_NAMES, provider=provider, names=more[start : start + MANY])
+        return sorted(found, key=lambda one: (-one.age, one.name))
+
     def instance(self, name: str) -> Instance | None:
         """The instance of that name."""
         return next(iter(self._instances(_OF_NAME, name=name)), None)
@@ -179,9 +188,11 @@ class Reports(Tables):
         return Billed(now, max(0.0, seconds or 0.0) + float(engines or 0.0), count)
 
     def measurements(self) -> list[Measurement]:
-        """How fast each model was on each kind of instance: one measurement per dataset, and so per length mix."""
+        """How fast each model was on each kind of instance: one measurement per dataset, and so per length mix. Of the
+        MEASURED newest instances of a kind: this is read all the time, and bills are kept for ever.
+        """
         with self._reading() as (connection, now):
-            rows, leases = _load(connection, INSTANCES.c.ready_at.is_not(None))
+            rows, leases = _load(connection, INSTANCES.c.name.in_(_NEWEST))
         sums: dict[tuple[str, str, float, int, str], list[float]] = defaultdict(lambda: [0.0] * 4)
         for row in rows:
             line = _timeline(row, leases[row["name"]], now)
@@ -198,7 +209,7 @@ class Reports(Tables):
                 found.append(Measurement(model, gpu, memory, gpus, mix, prompt + completion, seconds))
         return found
 
-    def _instances(self, query: sa.Select[Any], **parameters: str) -> list[Instance]:
+    def _instances(self, query: sa.Select[Any], **parameters: str | Sequence[str]) -> list[Instance]:
         with self._reading() as (connection, now):
             rows = connection.execute(query, parameters).mappings().all()
             standing = _standing(connection, [row["name"] for row in rows], now)
@@ -227,14 +238,31 @@ def _with_payer(which: sa.ColumnElement[bool]) -> sa.Select[Any]:
 
 # Queries that are read all the time are built once: to build one takes longer than SQLite needs to answer it.
 _EVERY = _with_payer(sa.true())
-_NOT_ENDED = _with_payer(INSTANCES.c.state != "ended")
+_NOT_ENDED = _with_payer(INSTANCES.c.state.in_(NOT_ENDED))
 _OF_NAME = _with_payer(INSTANCES.c.name == sa.bindparam("name"))
+_PROVIDERS = INSTANCES.c.provider == sa.bindparam("provider")
+_OF_PROVIDER = _with_payer(_PROVIDERS & INSTANCES.c.state.in_(NOT_ENDED))
+_OF_NAMES = _with_payer(_PROVIDERS & INSTANCES.c.name.in_(sa.bindparam("names", expanding=True)))
 _READY = _with_payer(
     (INSTANCES.c.engine_key == sa.bindparam("engine_key"))
     & (INSTANCES.c.state == "ready")
     & INSTANCES.c.notice_at.is_(None)
     & INSTANCES.c.retire_at.is_(None)
 )
+_RANKED = (
+    sa.select(
+        INSTANCES.c.name,
+        sa.func.row_number()
+        .over(
+            partition_by=[INSTANCES.c[name] for name in ("model", "gpu", "gpu_memory_gib", "gpus")],
+            order_by=[INSTANCES.c.created_at.desc(), INSTANCES.c.name],
+        )
+        .label("rank"),
+    )
+    .where(INSTANCES.c.ready_at.is_not(None))
+    .subquery()
+)
+_NEWEST = sa.select(_RANKED.c.name).where(_RANKED.c.rank <= MEASURED)
 _LATEST = sa.select(
     LEASES.c.instance,
     sa.func.max(LEASES.c.epoch),

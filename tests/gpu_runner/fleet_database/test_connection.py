@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import sqlalchemy as sa
@@ -15,6 +16,7 @@ from gpu_runner import bounded_postgres
 from gpu_runner.bounded_postgres import BoundedConnection, CallDeadlines
 from gpu_runner.fleet_database import connection as fleet_connection
 from gpu_runner.fleet_database.database import FleetDatabase, FleetDatabaseError
+from gpu_runner.fleet_database.wait_reason import RunActivity
 
 
 @pytest.fixture
@@ -47,6 +49,57 @@ def test_a_write_that_waits_for_the_fleets_lock_ends(postgres: str, monkeypatch:
         holder.exec_driver_sql("LOCK TABLE leases IN EXCLUSIVE MODE")
         with pytest.raises(FleetDatabaseError, match="statement timeout"):
             fleet_db.begin_run("run", "dataset", "000", "001")
+
+
+def test_a_beat_and_the_name_of_the_fleet_wait_for_no_other_writer(
+    postgres: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run says every two seconds that it lives: with hundreds of runs they would all stand in one queue."""
+    monkeypatch.setattr(bounded_postgres, "STATEMENT_SECONDS", 0.2)
+    with contextlib.closing(FleetDatabase(postgres)) as fleet_db:
+        fleet_db.begin_run("run", "dataset", "000", "001")
+        tag = fleet_db.tag()
+        with fleet_db.engine.begin() as holder:
+            holder.exec_driver_sql("LOCK TABLE leases IN EXCLUSIVE MODE")
+            assert fleet_db.beat("run", "leased", RunActivity("works"), 5)
+            assert fleet_db.tag() == tag
+        assert [(run.note, run.rows_done) for run in fleet_db.runs()] == [("works", 5)]
+        fleet_db.declare_dead("run")
+        assert not fleet_db.beat("run", "leased", RunActivity("works"), 6)
+
+
+def test_a_request_that_is_begun_again_as_it_is_waits_for_no_other_writer(
+    postgres: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The capacity sensor says it of each open dataset at each tick."""
+    monkeypatch.setattr(bounded_postgres, "STATEMENT_SECONDS", 0.2)
+    with contextlib.closing(FleetDatabase(postgres)) as fleet_db:
+        begun = fleet_db.begin_request("dataset", "request", deadline_at=1e10, budget_usd=5.5, objective="fastest")
+        with fleet_db.engine.begin() as holder:
+            holder.exec_driver_sql("LOCK TABLE leases IN EXCLUSIVE MODE")
+            again = fleet_db.begin_request("dataset", "request", deadline_at=1e10, budget_usd=5.5, objective="fastest")
+            with pytest.raises(FleetDatabaseError, match="statement timeout"):
+                fleet_db.begin_request("dataset", "request", budget_usd=5.5, objective="fastest")
+        assert (again.since, again.deadline_at, again.budget_usd) == (begun.since, 1e10, 5.5)
+        assert fleet_db.begin_request("dataset", "request", objective="fastest").deadline_at is None
+
+
+def test_who_moves_times_along_waits_for_a_beat_that_has_taken_the_time(postgres: str) -> None:
+    """Else it would write a time by the clock as it was before over one that was moved."""
+    wall, steady = [1_000_000.0], [5_000.0]
+
+    def opened() -> FleetDatabase:
+        return FleetDatabase(postgres, now=lambda: wall[0], steady=lambda: steady[0], host="host")
+
+    with contextlib.closing(opened()) as one, contextlib.closing(opened()) as another, ThreadPoolExecutor(1) as pool:
+        one.begin_run("run", "dataset", "000", "001")
+        with one._own_row():
+            wall[0] += 3600.0
+            moves = pool.submit(another.begin_run, "later", "dataset", "002", "003")
+            with pytest.raises(TimeoutError):
+                moves.result(0.2)
+        moves.result(15)
+        assert [round(run.age) for run in one.runs()] == [0, 0]
 
 
 def test_a_server_that_is_stopped_holds_no_writer(fleet_db: FleetDatabase, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import sqlalchemy as sa
 from support.fleet_databases import OFFER, Clock, intended, ready
 
 from gpu_runner.fleet_database.database import FleetDatabase, FleetFull, Lease, LeaseUsage, RunEnded
+from gpu_runner.fleet_database.reporting.reports import MEASURED
 from gpu_runner.offers.selection import FailureKind
 
 
@@ -533,3 +534,15 @@ def test_a_bill_begins_neither_before_its_intent_nor_later_than_it_was_listed(
     clock.forward(1)
     assert fleet_db.created(lease, "i-1", just_now=True)
     assert fleet_db.billed().seconds == pytest.approx(billed + 1)
+
+
+def test_speeds_are_those_of_the_newest_instances_of_each_kind(fleet_db: FleetDatabase, clock: Clock):
+    """Bills are kept for ever: what the planner reads every few seconds must not grow with them."""
+    for number in range(MEASURED + 20):
+        lease = ready(fleet_db, f"ba-{number:03d}", ttl=20)
+        clock.forward(10)
+        rows = 1000 if number < 20 else 1
+        assert fleet_db.release(lease, LeaseUsage(10.0, 0.0, rows, rows, rows), retire=True)
+        fleet_db.ended(lease.instance, 0.0)
+    (measured,) = fleet_db.measurements()
+    assert measured.tokens == 2 * MEASURED

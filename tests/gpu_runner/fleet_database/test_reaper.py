@@ -324,3 +324,35 @@ def test_a_sign_of_life_is_given_only_after_the_book_answered(
     with pytest.raises(sa.exc.OperationalError):
         sweep(fleet_db, [provider], tag="ba-", idle_seconds=1, alive=lambda: beats.append(1))
     assert len(beats) == 2
+
+
+def test_a_sweep_reads_nothing_of_instances_that_are_over_and_not_listed(
+    fleet_db: FleetDatabase, provider: FakeProvider, clock: Clock
+):
+    """A fleet's database keeps the bills of years; a provider lists what has ended for a day at most."""
+    for number in range(30):
+        fleet_db.release(ready(fleet_db, f"ba-old-{number:02d}"), retire=True, reason="old")
+        fleet_db.ended(f"ba-old-{number:02d}", 0.0, "old")
+    fleet_db.release(rented(fleet_db, provider), retire=True, reason="done")
+    swept(fleet_db, provider)
+    clock.forward(3)
+    assert swept(fleet_db, provider) == ["ba-1 has ended: done"]  # and the provider lists it on
+    said: list[str] = []
+    sa.event.listen(fleet_db.engine, "before_cursor_execute", lambda *given: said.append(given[2]))
+    assert swept(fleet_db, provider) == []
+    wheres = [text.rpartition("FROM instances")[2] for text in said if "FROM instances" in text]
+    assert wheres and all("WHERE" in text and "WHERE 1 = 1" not in text for text in wheres)
+
+
+def test_what_a_sweep_asks_does_not_grow_with_the_budgets_of_busy_datasets(fleet_db: FleetDatabase):
+    def statements(datasets: int) -> int:
+        for number in range(datasets):
+            fleet_db.begin_request(f"d{number}", "r", budget_usd=1e6)
+            if f"ba-{number}" not in {one.name for one in fleet_db.fleet()}:
+                ready(fleet_db, f"ba-{number}", dataset=f"d{number}", ttl=1e6)
+        said: list[str] = []
+        sa.event.listen(fleet_db.engine, "before_cursor_execute", lambda *given: said.append(given[2]))
+        assert fleet_db.end_overdue(60) == []
+        return len(said)
+
+    assert statements(2) == statements(12)
