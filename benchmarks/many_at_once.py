@@ -391,7 +391,7 @@ def profiled(watcher: Watcher, folder: Path | None) -> Iterator[None]:
             if (pid := watcher.pid_of(role)) is not None:
                 out = folder / f"{role.partition(' (')[0].replace(' ', '-')}.txt"
                 command = [spy, "record", "--pid", str(pid), "--format", "raw", "--output", str(out)]
-                command += ["--rate", "50", "--duration", str(PROFILE_SECONDS)]
+                command += ["--rate", "50", "--nonblocking", "--duration", str(PROFILE_SECONDS)]
                 processes.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
     try:
         yield
@@ -466,10 +466,15 @@ class Control:
         self.published = {run.job_name for run in done if PUBLISH_TAG in run.tags}
 
     def _why(self, run_id: str) -> str:
-        """What the run's events say last of it."""
+        """What the run's events say of its end."""
         bad = {dg.DagsterEventType.RUN_FAILURE, dg.DagsterEventType.STEP_FAILURE, dg.DagsterEventType.RUN_CANCELED}
-        found = self.instance.all_logs(run_id, of_type=bad)
-        return "; ".join(str(one.dagster_event and one.dagster_event.message)[:300] for one in found)
+        said = []
+        for entry in self.instance.all_logs(run_id, of_type=bad):
+            error = getattr(entry.dagster_event and entry.dagster_event.event_specific_data, "error", None)
+            while error is not None:
+                said.append(f"{error.cls_name}: {error.message.strip()[:500]}")
+                error = error.cause
+        return "; ".join(said)
 
     def queued(self) -> int:
         """Runs that wait now."""
@@ -584,43 +589,54 @@ def measure(options: argparse.Namespace, folder: Path, server: PostgresServer | 
                 wrong = str(error)
         seconds = time.monotonic() - began
         watcher.look()
-        found: dict[str, Any] = {
-            "sizes": {name: getattr(options, name) for name in SIZES},
-            "wrong": wrong,
-            "seconds": round(seconds, 1),
-            "rows_per_second": round(options.rows * options.datasets / seconds),
-            "lines_per_second": round(options.batches * options.lines / seconds),
-            "seconds to create all batches": round(clients.created_seconds, 1),
-            "ticks": sensor_ticks(instance),
-            "runs": control.runs(),
-            "most queued at once": max(watcher.queued, default=0),
-            "most instances at once": max(watcher.instances, default=0),
-            "launch of a refresh": spread(control.launch_seconds),
-            "calls": clients.calls.figures(),
-            "calls that went wrong": dict(clients.calls.wrong),
-            "cpu_seconds": {role: round(cpu - before.get(role, 0.0), 1) for role, cpu in watcher.cpu().items()},
-            "mib": {
-                role: {"largest": used.peak_mib, "together": used.together_mib, "processes": used.most}
-                for role, used in sorted(watcher.usage.items())
-            },
-            "usd": money(fleet_db, names),
-            "load_average": os.getloadavg()[1],
-        }
+        found: dict[str, Any] = {"sizes": {name: getattr(options, name) for name in SIZES}, "wrong": wrong}
+        found |= figures(options, seconds, clients, control, watcher)
+        found["cpu_seconds"] = {role: round(cpu - before.get(role, 0.0), 1) for role, cpu in watcher.cpu().items()}
+        found["usd"] = money(fleet_db, names)
         if server is not None and asked is not None:
-            after = statements(server)
-            found["statements"] = {
-                name: {
-                    "per second": round((sums["calls"] - asked["by database"][name]["calls"]) / seconds),
-                    **{key: round(sums[key] - asked["by database"][name][key], 1) for key in sums},
-                }
-                for name, sums in after["by database"].items()
-            }
-            found["longest statements"] = after["longest"]
-        found["seconds until no machine was rented"] = wait_empty(fleet_db, 0.0 if wrong else LEFT_SECONDS)
+            found |= asked_since(asked, statements(server), seconds)
+    found["seconds until no machine was rented"] = wait_empty(fleet_db, 0.0 if wrong else LEFT_SECONDS)
     found["processes left"] = sorted(role for _, role in Watcher(home, None)._living())
     with contextlib.closing(FleetDatabase(settings.fleet_database())) as fleet_db:
         found["machines left"] = [one.name for one in fleet_db.fleet()]
     return found
+
+
+def figures(
+    options: argparse.Namespace, seconds: float, clients: Clients, control: Control, watcher: Watcher
+) -> dict[str, Any]:
+    """What was seen of rows, ticks, runs, calls and processes."""
+    return {
+        "seconds": round(seconds, 1),
+        "rows_per_second": round(options.rows * options.datasets / seconds),
+        "lines_per_second": round(options.batches * options.lines / seconds),
+        "seconds to create all batches": round(clients.created_seconds, 1),
+        "ticks": sensor_ticks(control.instance),
+        "runs": control.runs(),
+        "most queued at once": max(watcher.queued, default=0),
+        "most instances at once": max(watcher.instances, default=0),
+        "launch of a refresh": spread(control.launch_seconds),
+        "calls": clients.calls.figures(),
+        "calls that went wrong": dict(clients.calls.wrong),
+        "mib": {
+            role: {"largest": used.peak_mib, "together": used.together_mib, "processes": used.most}
+            for role, used in sorted(watcher.usage.items())
+        },
+        "load_average": os.getloadavg()[1],
+    }
+
+
+def asked_since(before: dict[str, Any], after: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """What the databases were asked between two looks."""
+    earlier = before["by database"]
+    found = {
+        name: {
+            "per second": round((sums["calls"] - earlier[name]["calls"]) / seconds),
+            **{key: round(sums[key] - earlier[name][key], 1) for key in sums},
+        }
+        for name, sums in after["by database"].items()
+    }
+    return {"statements": found, "longest statements": after["longest"]}
 
 
 async def settled(base: str) -> None:
