@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationError, WithJsonSchema, model_validator
 
 from batch_assets.spec.errors import Unusable, show
-from batch_assets.spec.fields import Column, Condition, Name, Strict, TextFile
+from batch_assets.spec.fields import Column, Condition, Flag, Name, Strict, TextFile
 from batch_assets.templates.prompt_template import Template, TemplateProblem
 
 ACCEPT = "accept"  # the rule of `filter` that it makes
@@ -123,6 +123,11 @@ class JudgeSpec(Strict):
     )
     votes: int = Field(
         default=1, ge=1, le=64, description="Times each row, or each pair in each order, is judged: `samples`."
+    )
+    reason: Flag = Field(
+        default=True,
+        description="Whether a vote begins with its reason. Without, it has a few tokens, and may be worse, as nothing "
+        "is thought over before.",
     )
     column: Column = Field(
         default="output", description="Column of the judged table with what is judged. Here it is `judged_output`."
@@ -340,14 +345,15 @@ def _samples(judge: JudgeSpec, sampling: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _schema(judge: JudgeSpec) -> dict[str, Any]:
-    """The form of a vote: first the reason, so that what follows is thought over."""
+    """The form of a vote: first the reason, where one is wanted, so that what follows is thought over."""
     if judge.pairwise:
         said: dict[str, Any] = {WINNER: {"type": "string", "enum": [FIRST, SECOND, TIE]}}
     else:
         worst, best = judge.bounds
         kind = "integer" if judge.whole else "number"
         said = {name: {"type": kind, "minimum": worst, "maximum": best} for name in judge.scores}
-    properties = {REASON: {"type": "string", "maxLength": MAX_REASON}, **said}
+    reason = {REASON: {"type": "string", "maxLength": MAX_REASON}} if judge.reason else {}
+    properties = {**reason, **said}
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
@@ -396,6 +402,7 @@ def _default_prompt(judge: JudgeSpec) -> str:
         what = "a score" if judge.scores == [SCORE] else f"a score for each of {', '.join(judge.scores)}"
         how = f"give {what}: {kind} from {worst} (worst) to {best} (best)"
         form = ", ".join(f'"{name}": number' for name in judge.scores)
-    said = f'{{"{REASON}": text, {form}}}'
-    parts += [_FENCE, f"Give your reason in one or two sentences, then {how}. Answer as JSON: {said}"]
+    if judge.reason:
+        form, how = f'"{REASON}": text, {form}', f"give your reason in one or two sentences, then {how}"
+    parts += [_FENCE, f"{how[0].upper()}{how[1:]}. Answer as JSON: {{{form}}}"]
     return "\n\n".join(parts)

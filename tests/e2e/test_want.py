@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from batch_assets.filtering.passed_table import PassedStore
+from batch_assets.judging.judged_table import judged_store
 from batch_assets.publishing.published_table import published_table
 from batch_assets.tags import CHAIN_TAG, REFRESH_TAG
 from e2e.command_line import NAME, SPEC, CommandProject
@@ -108,3 +109,31 @@ def test_rows_are_wanted_that_a_dataset_below_accepts(site: CommandProject) -> N
     assert made is not None and least <= made.rows <= 1.03 * least + SPEC["batch_rows"]
     runs = refreshes(site)
     assert len(runs) >= 2 and len({run.tags[CHAIN_TAG] for run in runs}) == 1
+
+
+@pytest.mark.soak("dagster")
+def test_rows_are_wanted_that_a_judge_accepts(site: CommandProject) -> None:
+    declare(site, want={"rows": 100, "accepted_by": "scores"}, filter=None)
+    own = site.folder / "defs" / NAME / "defs.yaml"
+    scores = {key: SPEC[key] for key in ("model", "batch_rows", "batches_per_run")} | {
+        "name": "scores",
+        "judge": {"dataset": NAME, "rubric": "True.", "votes": 2, "accept": "score >= 3 AND good = 1"},
+        "sampling": {"max_tokens": 300},
+        "keep_columns": ["word", "good"],
+    }
+    documents = [yaml.safe_load(own.read_text()), {"type": "batch_assets.GeneratedDataset", "attributes": scores}]
+    own.write_text(yaml.safe_dump_all(documents))
+    status, output = site.ask("run", "scores", "--upstream", "--json")
+    assert status == 0, site.commands[-1].said()
+    assert [one["dataset"] for one in json.loads(output)["steps"]] == [NAME, "scores"]
+    objects = site.store.objects
+    accepted = published_table(PassedStore(DatasetStore(objects, "scores")))
+    assert accepted is not None and accepted.rows == 100
+    rows = pl.read_parquet(accepted.glob(objects))
+    assert rows["score"].min() >= 3 and set(rows["good"]) == {1}  # type: ignore[operator]
+    judged = published_table(judged_store(DatasetStore(objects, "scores")))
+    made = published_table(site.store)
+    assert made is not None and judged is not None and judged.rows == made.rows
+    every = pl.read_parquet(judged.glob(objects))
+    least = 1 + int(every.with_row_index().filter((pl.col("score") >= 3) & (pl.col("good") == 1))["index"][99])
+    assert least <= made.rows <= 1.03 * least + SPEC["batch_rows"]

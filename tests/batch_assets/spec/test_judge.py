@@ -48,6 +48,18 @@ def test_it_stands_for_an_ordinary_dataset() -> None:
     assert judging({**JUDGE, "votes": 3}, sampling={"seed": 7}).sampling.seed == 7
 
 
+def test_a_vote_without_its_reason_is_its_scores_alone() -> None:
+    spec = judging({**JUDGE, "reason": False})
+    schema = spec.output.json_schema
+    assert schema is not None and schema["required"] == list(schema["properties"]) == ["score"]
+    asked = prompt(spec, judged_prompt=ASKED, judged_output="Because.")
+    assert "reason" not in asked
+    assert asked.endswith('Give a score: a whole number from 1 (worst) to 5 (best). Answer as JSON: {"score": number}')
+    pairs = judging({**PAIRS, "reason": False})
+    assert pairs.output.json_schema is not None and list(pairs.output.json_schema["properties"]) == ["winner"]
+    assert spec_version(spec) != spec_version(judging()) == spec_version(judging({**JUDGE, "reason": True}))
+
+
 def test_criteria_and_scales_make_the_form_of_a_vote() -> None:
     spec = judging({**JUDGE, "rubric": CRITERIA, "scale": [0.0, 1.0]})
     schema = spec.output.json_schema
