@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from benchmarks.peers.trial import Trial
 
 HEAD = (
-    "system|seconds|first row asked after|rows/s after it|CPU, ms a row|rows asked|rows in the output|lost|doubled|load"
+    "system|seconds|first row asked after|last answered after|rows/s between|CPU, ms a row|rows asked"
+    "|rows in the output|lost|doubled|load"
 )
 KILL_HEAD = "system|killed after|seconds in all|rows asked|asked again|rows in the output|lost|doubled|load"
 
@@ -52,9 +53,10 @@ def _row(cells: list[str]) -> str:
 def _whole(trial: Trial) -> str:
     if trial.error:
         return _row([trial.system, f"failed: {_cell(trial.error)}", *[""] * HEAD.count("|")][: HEAD.count("|") + 1])
-    first = trial.first or 0.0
-    after = trial.rows / (trial.seconds - first) if trial.seconds > first else 0.0
-    cells = [trial.system, _seconds(trial), "?" if trial.first is None else f"{first:.1f}", f"{after:.0f}"]
+    cells = [trial.system, _seconds(trial)]
+    cells += ["?" if moment is None else f"{moment:.1f}" for moment in (trial.first, trial.last)]
+    between = (trial.last or 0.0) - (trial.first or 0.0)
+    cells += [f"{trial.rows / between:.0f}" if between > 0 and trial.first is not None else "?"]
     return _row([*cells, f"{1e3 * trial.cpu / trial.rows:.2f}", _asked(trial), *_output(trial)])
 
 

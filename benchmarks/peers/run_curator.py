@@ -1,7 +1,9 @@
 """Bespoke Curator: an LLM class over rows, OpenAI's API as its backend; a second start goes on from its cache."""
 
 import json
+import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,9 @@ def main() -> None:
     folder = Path(task["folder"])
     rows = [json.loads(line) for line in Path(task["rows"]).read_text().splitlines()]
     no_limit = 1_000_000_000
+    tokens = find_spec("litellm")  # has the encoding that Curator counts with, and would download
+    assert tokens is not None and tokens.origin is not None
+    os.environ["TIKTOKEN_CACHE_DIR"] = str(Path(tokens.origin).parent / "litellm_core_utils" / "tokenizers")
     llm = Answers(
         model_name=task["model"],
         backend="openai",

@@ -220,7 +220,7 @@ SYSTEMS = (
         select(PARQUET),
         "curator",
         ("bespokelabs-curator==0.1.31",),
-        variables=lambda task: {"TELEMETRY_ENABLED": "false"},
+        variables=lambda task: {"TELEMETRY_ENABLED": "false", "CURATOR_VIEWER": "false"},
     ),
     System(
         "NeMo Data Designer",

@@ -27,7 +27,8 @@ KILL_AT = 0.6  # of the rows answered
 class Trial:
     """One measurement. Seconds are those of the wall clock after the command, `cpu` is in seconds of a processor.
 
-    `first`: when the engine was asked the first row. `engine_start`: of an engine that a user would start for this job;
+    `first`: when the engine was asked the first row; `last`: when it had answered as many as there are (no kill).
+    `engine_start`: of an engine that a user would start for this job;
     it is not in `seconds`, but in those of a system that starts its own. `asked`: rows that the engine was asked, after
     a kill in both attempts. `killed_at`: when it was killed; `seconds` has both attempts.
     """
@@ -38,6 +39,7 @@ class Trial:
     kill: bool
     seconds: float = 0.0
     first: float | None = None
+    last: float | None = None
     engine_start: float = 0.0
     cpu: float = 0.0
     asked: int | None = None
@@ -144,7 +146,7 @@ def _attempts(
     """The command, and once more after a kill."""
     environment = {**os.environ, **system.variables(task)}
     command, spent, cpu = system.command(python, task), 0.0, 0.0
-    first = killed_at = None
+    first = last = killed_at = None
     before = seen = 0  # rows asked of an engine that ends with the command
     while True:
         attempt = Attempt(command, environment, log)
@@ -156,11 +158,14 @@ def _attempts(
                     seen = max(seen, asked)
                 if seen and first is None:
                     first = now
+                if answered >= trial.rows and last is None and not trial.kill:
+                    last = now
                 if trial.kill and killed_at is None and answered >= KILL_AT * trial.rows:
                     killed_at = now
                     break
                 if now > minutes * 60:
-                    return replace(trial, seconds=now, first=first, error=f"not done after {minutes:g} minutes")
+                    error = f"not done after {minutes:g} minutes, {answered:,} answered"
+                    return replace(trial, seconds=now, first=first, killed_at=killed_at, error=error)
                 time.sleep(LOOK_SECONDS)
             else:
                 spent, cpu = spent + time.monotonic() - attempt.began, cpu + attempt.cpu
@@ -169,7 +174,8 @@ def _attempts(
             attempt.kill()
         spent, cpu = spent + time.monotonic() - attempt.began, cpu + attempt.cpu
         before, seen = before + seen, 0
-    done = replace(trial, seconds=spent, first=first, cpu=cpu, killed_at=killed_at, asked=before + seen)
+    last = None if trial.kill else last or spent
+    done = replace(trial, seconds=spent, first=first, last=last, cpu=cpu, killed_at=killed_at, asked=before + seen)
     if attempt.process.returncode:
         text = log.read_text(errors="replace").strip().splitlines()
         return replace(done, error=f"status {attempt.process.returncode}: {text[-1][-300:] if text else 'no log'}")
