@@ -1,7 +1,7 @@
 """Many datasets, rented instances and OpenAI batches at once, on one control plane: how fast, and what it costs.
 
     python -m benchmarks.many_at_once [--datasets 5] [--rows 2000] [--instances 10] [--batches 200] [--lines 10]
-        [--database postgres|sqlite] [--slots 16] [--minutes 5] [--json FILE] [--profile FOLDER]
+        [--database postgres|sqlite] [--slots 16] [--minutes 5] [--idle 0] [--json FILE] [--profile FOLDER]
 
 Daemon, webserver, code server, run workers and `batch-assets serve` are what a deployment has. Machines of five
 simulated providers are rented, which differ in price and boot time, and an engine of `--slots` slots at the modelled
@@ -438,6 +438,16 @@ def statements(server: PostgresServer) -> dict[str, Any]:
     return {"by database": sums, "longest": longest}
 
 
+def events(server: PostgresServer) -> dict[str, dict[str, float]]:
+    """Of each kind of event in Dagster's log: how many, and bytes of one on average."""
+    query = "SELECT coalesce(dagster_event_type, 'log'), count(*), avg(length(event)) FROM event_logs GROUP BY 1"
+    engine = sa.create_engine(server.url("dagster"))
+    with engine.connect() as connection:
+        found = connection.exec_driver_sql(query).all()
+    engine.dispose()
+    return {kind: {"events": count, "bytes": round(size)} for kind, count, size in sorted(found)}
+
+
 class Control:
     """Dagster's side: refreshes all datasets, and says when all are published."""
 
@@ -594,7 +604,11 @@ def measure(options: argparse.Namespace, folder: Path, server: PostgresServer | 
         found["cpu_seconds"] = {role: round(cpu - before.get(role, 0.0), 1) for role, cpu in watcher.cpu().items()}
         found["usd"] = money(fleet_db, names)
         if server is not None and asked is not None:
-            found |= asked_since(asked, statements(server), seconds)
+            after = statements(server)
+            found |= asked_since(asked, after, seconds) | {"events": events(server)}
+            if options.idle:
+                time.sleep(options.idle)
+                found["idle"] = asked_since(after, statements(server), options.idle)["statements"]
     found["seconds until no machine was rented"] = wait_empty(fleet_db, 0.0 if wrong else LEFT_SECONDS)
     found["processes left"] = sorted(role for _, role in Watcher(home, None)._living())
     with contextlib.closing(FleetDatabase(settings.fleet_database())) as fleet_db:
@@ -659,6 +673,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=16, help="of each engine")
     parser.add_argument("--database", choices=("sqlite", "postgres"), default="postgres")
     parser.add_argument("--minutes", type=float, default=5.0, help="give up after this time")
+    parser.add_argument("--idle", type=float, default=0.0, help="seconds at the end without work, to count statements")
     parser.add_argument("--no-checks", dest="checks", action="store_false", help="look at no content")
     parser.add_argument("--folder", type=Path, help="where the data goes (default: a temporary folder)")
     parser.add_argument("--profile", type=Path, help="where py-spy writes")

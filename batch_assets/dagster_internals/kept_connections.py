@@ -48,6 +48,7 @@ def keep_connections(instance: dg.DagsterInstance, clock: Callable[[], float] = 
             pass
         url = events.conn_string_for_shard(INDEX_SHARD_NAME)
         _replace(events, "index_connection", _kept(url, lock=events._db_lock))
+        _remember(events, "_has_asset_key_col_on_connection")  # asked of the database's schema at each event
     if postgres := [one for one in (schedules, runs, events) if type(one).__module__.startswith("dagster_postgres.")]:
         _share_postgres(postgres)
 
@@ -71,8 +72,9 @@ def _share_postgres(storages: Sequence[Any]) -> None:
             )
         storage._engine = engines[url]
         replaced.dispose()
-        if hasattr(storage, "has_table"):
-            _remember(storage, "has_table")
+        for name in ("has_table", "_has_asset_key_col_on_connection"):
+            if hasattr(storage, name):
+                _remember(storage, name)
 
 
 def _kept(url: str, lock: contextlib.AbstractContextManager[object] | None = None) -> Connect:

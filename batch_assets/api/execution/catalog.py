@@ -17,6 +17,7 @@ import dagster as dg
 
 from batch_assets.api.batches.snapshot import SNAPSHOT, batch_store
 from batch_assets.api.database.batch_records import BatchRecord, BatchRecords
+from batch_assets.dagster_internals.event_batches import report_together
 from resources.objects.opening import CorruptObject, Objects
 from resources.store.dataset_store import BatchFooter
 
@@ -136,16 +137,26 @@ class CatalogReports:
     def _report_missing(self, instance: dg.DagsterInstance) -> None:
         """Ended batches of which the catalog may miss some: compare, report, and note that all are there."""
         while records := self._batches.unreported():
-            there = instance.get_materialized_partitions(KEY)  # of all batches that ever were
             for record in records:
                 if self._closed.is_set():
                     return
-                report(instance, missing(there, self._objects, record))
+                report(instance, missing(lambda named: materialized(instance, named), self._objects, record))
                 self._batches.set_reported(record.id)
 
 
-def missing(there: Collection[str], objects: Objects, record: BatchRecord) -> list[tuple[str, BatchFooter]]:
-    """What the store has of a batch and the catalog has not. `there`: partitions that the catalog has.
+def materialized(instance: dg.DagsterInstance, partitions: Sequence[str]) -> set[str]:
+    """Those of the partitions that the catalog has. It is asked for no other: it keeps those of all batches ever."""
+    storage, kind = instance.event_log_storage, dg.DagsterEventType.ASSET_MATERIALIZATION
+    found: set[str] = set()
+    for start in range(0, len(partitions), TOGETHER):
+        found.update(storage.get_latest_storage_id_by_partition(KEY, kind, {*partitions[start : start + TOGETHER]}))
+    return found
+
+
+def missing(
+    there: Callable[[Sequence[str]], Collection[str]], objects: Objects, record: BatchRecord
+) -> list[tuple[str, BatchFooter]]:
+    """What the store has of a batch and the catalog has not. `there`: which of some partitions the catalog has.
 
     What is damaged or gone cannot be reported, now or later.
     """
@@ -156,8 +167,9 @@ def missing(there: Collection[str], objects: Objects, record: BatchRecord) -> li
     except CorruptObject:
         log.warning("catalog: batch %s is not reported: the index of its lines is damaged", record.id)
         return found
+    known = there([partition_of(record.id, key) for key in current])
     for key, batch in current.items():
-        if partition_of(record.id, key) not in there:
+        if partition_of(record.id, key) not in known:
             try:
                 found.append((record.id, store.footer(batch)))
             except (CorruptObject, FileNotFoundError):
@@ -170,5 +182,4 @@ def report(instance: dg.DagsterInstance, found: Sequence[tuple[str, BatchFooter]
     if not found:
         return
     instance.add_dynamic_partitions(PARTITIONS, [partition_of(batch_id, footer.key) for batch_id, footer in found])
-    for batch_id, footer in found:
-        instance.report_runless_asset_event(materialization(batch_id, footer))
+    report_together(instance, (materialization(batch_id, footer) for batch_id, footer in found))

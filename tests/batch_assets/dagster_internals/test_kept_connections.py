@@ -137,6 +137,23 @@ def test_whether_a_table_is_there_is_asked_once(
         tick(stock, time.time())  # as it is without what is tested here
 
 
+def test_an_event_asks_for_no_columns_of_tables_that_were_seen(kept: dg.DagsterInstance):
+    """On Postgres Dagster asks the schema with three queries at each event."""
+    kept.report_runless_asset_event(dg.AssetMaterialization(KEY))
+    said: list[str] = []
+
+    def executed(*given: object) -> None:
+        said.append(str(given[2]))
+
+    sa.event.listen(sa.Engine, "before_cursor_execute", executed)
+    try:
+        kept.report_runless_asset_event(dg.AssetMaterialization(KEY))
+    finally:
+        sa.event.remove(sa.Engine, "before_cursor_execute", executed)
+    assert any("asset_keys" in text for text in said)
+    assert [text for text in said if "table_x" in text or "table_info" in text] == []
+
+
 def test_what_fails_halfway_is_not_written(kept: dg.DagsterInstance, stock: dg.DagsterInstance):
     with pytest.raises(RuntimeError, match="halfway"), kept.schedule_storage.connect() as connection:
         connection.execute(sa.text("DELETE FROM instigators"))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import patch
 
 import dagster as dg
 import pytest
@@ -18,9 +19,16 @@ from batch_assets.api.batches.snapshot import check_input
 from batch_assets.api.database.batch_records import BatchRecord, BatchRecords
 from batch_assets.api.database.service_database import Records
 from batch_assets.api.database.states import ACCEPT, EXPIRE
-from batch_assets.api.execution import catalog
 from batch_assets.api.execution.batch_run import BatchRun
-from batch_assets.api.execution.catalog import KEY, PARTITIONS, CatalogReports, missing, partition_of, report
+from batch_assets.api.execution.catalog import (
+    KEY,
+    PARTITIONS,
+    CatalogReports,
+    materialized,
+    missing,
+    partition_of,
+    report,
+)
 from batch_assets.api.settings import ApiLimits
 from resources.objects.opening import LocalObjects
 
@@ -32,9 +40,9 @@ def test_each_250_lines_are_a_materialized_partition_found_from_the_store_alone(
             state = site.app.state
             (record,) = state.batches.unreported()
             assert record.id == batch["id"]
-            found = missing(frozenset(), state.objects, record)
+            found = missing(lambda named: (), state.objects, record)
             report(instance, found)
-            assert missing(instance.get_materialized_partitions(KEY), state.objects, record) == []
+            assert missing(lambda named: materialized(instance, named), state.objects, record) == []
             state.batches.set_reported(record.id)
             assert state.batches.unreported() == []
             return str(batch["id"])
@@ -88,18 +96,28 @@ def test_a_damaged_batch_holds_up_the_report_of_no_other(tmp_path: Path, damaged
         assert batches.unreported() == []
 
 
-def test_all_ended_batches_are_compared_at_one_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(catalog, "missing", lambda there, objects, record: asked.append(record.id) or [])
-    with closing(Records(f"sqlite:///{tmp_path}/api.db")) as records:
-        batches = BatchRecords(records)
-        for number in range(45):
-            record = BatchRecord(f"batch_{number}", "t", CHAT, "f", "1h", 1, 2, str(number), status="expired", total=1)
-            batches.create(record)
-        instance = Mock(spec=["get_materialized_partitions"])  # nothing is missing: nothing is written
-        CatalogReports(tmp_path, batches, LocalObjects(tmp_path), lambda home: instance)._report_missing(instance)
-        assert len(asked) == 45 and batches.unreported() == []
-        assert instance.get_materialized_partitions.call_count == 3  # one for 20 batches
+def test_all_ended_batches_are_compared_at_one_look_and_no_other_is_read(tmp_path: Path) -> None:
+    """The catalog keeps the partitions of all batches that ever were: to read them for each look grows for ever."""
+    with closing(Records(f"sqlite:///{tmp_path}/api.db")) as records, dg.instance_for_test() as instance:
+        batches, objects = BatchRecords(records), LocalObjects(tmp_path / "store")
+        runs = [ended(batches, objects, f"batch_{number}") for number in range(22)]  # more than are read together
+        reports = CatalogReports(tmp_path, batches, objects, lambda home: instance)
+        report(instance, missing(lambda named: (), objects, runs[0].record)[:1])
+        asked: list[set[str]] = []
+        storage, there = instance.event_log_storage, instance.event_log_storage.get_latest_storage_id_by_partition
+
+        def of_some(key: dg.AssetKey, kind: dg.DagsterEventType, named: set[str]) -> Mapping[str, int]:
+            asked.append(named)
+            return there(key, kind, named)
+
+        with (
+            patch.object(storage, "get_materialized_partitions", side_effect=AssertionError("all were read")),
+            patch.object(storage, "get_latest_storage_id_by_partition", of_some),
+        ):
+            reports._report_missing(instance)
+        assert batches.unreported() == [] and len(asked) == 22 and all(len(named) == 2 for named in asked)
+        found = instance.fetch_materializations(KEY, limit=100).records
+        assert sorted(str(one.partition_key) for one in found) == sorted(set().union(*asked))
 
 
 def test_a_decision_on_engines_is_an_observation_of_the_asset(tmp_path: Path) -> None:

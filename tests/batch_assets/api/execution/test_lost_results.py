@@ -375,4 +375,4 @@ def test_an_object_that_is_gone_holds_up_the_report_of_no_other(
         listed = run.store.current_objects(run.entries)
         gone(objects, run.store.batch_path(run.objects[FIRST]))
         monkeypatch.setattr("resources.store.dataset_store.DatasetStore.current_objects", lambda *_: listed)
-        assert [footer.key for _, footer in missing((), objects, run.record)] == [SECOND]
+        assert [footer.key for _, footer in missing(lambda named: (), objects, run.record)] == [SECOND]
