@@ -121,6 +121,7 @@ class Feed:
         self._reader: ThreadPoolExecutor | None = None
         self._read_task: asyncio.Task[None] | None = None
         self._room = asyncio.Event()
+        self._preparing = False
         self._commits: dict[asyncio.Task[None], OpenBatch] = {}
         self._timer = DueTimer(self._wake)
 
@@ -264,6 +265,7 @@ class Feed:
 
         Returns False when nothing is left to do: no engine need be rented. Not to be called beside `serve`.
         """
+        self._preparing = True
         try:
             while not self._work.queued and not self._work.exhausted:
                 if self._has_room():
@@ -277,6 +279,7 @@ class Feed:
             in_order = False
             raise
         finally:
+            self._preparing = False
             await self._rest(in_order)
         return not self.finished
 
@@ -429,6 +432,8 @@ class Feed:
                 self._fail(error)
             return
         self._work.close(batch)
+        if self._preparing:  # the source may wait for an engine, and who asks for one waits for the complete batches
+            self._start_commits()
         self._wake()
 
 

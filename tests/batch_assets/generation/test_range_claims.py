@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,13 +20,15 @@ from support.timing import PATIENCE
 from batch_assets.generation import range_run
 from batch_assets.generation.engine_supervisor import WAITS, EngineSupervisor
 from batch_assets.generation.loop_thread import LoopThread
+from batch_assets.generation.range_job import RangeJob
 from batch_assets.generation.range_run import Intent, RangeRun, RunClaims, RunIdentity, plan_range
 from gpu_runner.fleet_database.database import FleetDatabase
 from gpu_runner.fleet_database.wait_reason import RunActivity, WaitKind, WaitReason
 from gpu_runner.inference.feed import FeedPolicy
 from gpu_runner.inference.windows.concurrency_window import WindowPolicy
-from resources.objects.opening import open_objects
-from resources.store.dataset_store import BatchObject, DatasetStore, SnapshotManifest
+from gpu_runner.rows import Outcome
+from resources.objects.opening import StoreError, open_objects
+from resources.store.dataset_store import BatchFooter, BatchObject, DatasetStore, SnapshotManifest
 
 ROWS, BATCH = 200, 20
 SILENT = 10.0
@@ -212,6 +215,44 @@ def test_a_run_goes_on_with_what_a_dead_one_left_and_asks_only_for_what_was_in_f
     assert site.asked - before <= ROWS + lost + 2
     assert 0 < lost <= ROWS - written  # all of them may be in flight at once
     assert site.committed_by()["two"] > 0
+
+
+def test_a_run_commits_all_that_a_dead_one_left_in_the_journal_before_it_gets_an_engine(
+    site: SharedDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More whole batches than are written at once, and rows behind them that nobody has asked for."""
+
+    whole, commit = 2 * FeedPolicy().commits, RangeJob.commit
+
+    def away(job: RangeJob, part: str, outcomes: list[Outcome]) -> BatchFooter:
+        raise StoreError("the store does not answer")
+
+    async def a_death() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(RangeJob, "commit", away)
+            first = site.begin("one", ("00000", f"{whole - 1:05d}"))
+            serving = await site.until(first, whole * BATCH)
+            await first.flush()
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+        second = site.begin("two")
+
+        def slow(job: RangeJob, part: str, outcomes: list[Outcome]) -> BatchFooter:
+            if not all_is_read.is_set():
+                second.source.wants_engine.wait()
+                all_is_read.set()
+            return commit(job, part, outcomes)
+
+        all_is_read = threading.Event()
+        monkeypatch.setattr(RangeJob, "commit", slow)
+        site.clock.forward(SILENT + 1)
+        site.fleet_db.beat("two", "waiting", RunActivity(), 0)
+        await site.work(second)
+        first.close()
+
+    with asking_at_most(site, ROWS):
+        asyncio.run(a_death())
+    assert site.committed_by() == {"two": ROWS // BATCH}
 
 
 def journaled_or_committed(site: SharedDataset) -> int:

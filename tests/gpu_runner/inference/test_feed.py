@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.fake_engine import ORIGIN, FakeEngine, Sink, batches, counted, row
+from support.timing import PATIENCE
 from support.virtual_time import run
 
 from gpu_runner.client.protocol import EngineLost, EngineRefused
@@ -322,6 +323,38 @@ def test_preparing_stops_at_the_first_row_that_needs_an_engine() -> None:
         assert set(sink.batches) == {"k0", "b0", "b1", "k1"}
 
     run(main)
+
+
+def test_known_batches_are_handed_on_while_the_source_waits_for_an_engine() -> None:
+    """More of them than are handed on at once: who asks for an engine waits until all are handed on."""
+
+    async def main() -> None:
+        sink, known, loop = Sink(), 3 * FeedPolicy().commits, asyncio.get_running_loop()
+        read, handed_on = asyncio.Event(), asyncio.Event()
+
+        async def on_batch(job: str, key: str, outcomes: list[Outcome]) -> None:
+            await read.wait()
+            await sink.on_batch(job, key, outcomes)
+            if len(sink.batches) == known:
+                handed_on.set()
+
+        def source() -> Iterator[Batch]:
+            yield from [known_batch(f"k{i}") for i in range(known)]
+            loop.call_soon_threadsafe(read.set)
+            engine_there.wait()
+
+        engine_there = threading.Event()
+        feed = Feed(source(), on_row=sink.on_row, on_batch=on_batch)
+        preparing = asyncio.create_task(feed.prepare())
+        try:
+            async with asyncio.timeout(10 * PATIENCE):
+                await handed_on.wait()
+        finally:
+            engine_there.set()
+            assert await preparing is False
+        assert feed.progress().batches_done == known
+
+    asyncio.run(main())
 
 
 def test_an_empty_source_is_finished_at_once() -> None:
