@@ -16,6 +16,7 @@ from resources.fleet.resource import GpuFleet
 
 RETRY_PRIORITY = "10"
 QUEUE_LOOK = 100
+LATE_BEATS = 3  # a heartbeat that is so many intervals late: then it is looked whether the worker's process is there
 ALIVE = (dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.CANCELING)
 UNDER_WAY = [dg.DagsterRunStatus.STARTING, dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.CANCELING]
 BORN = time.time()  # of this process: the code server, where sensors are evaluated
@@ -26,7 +27,7 @@ def lost_workers(
 ) -> Iterator[tuple[dg.DagsterRun, int]]:
     """Runs under way of the repository `label` whose worker died with its code server, and the process that is gone.
 
-    These have no heartbeat: they died before the first or after the last one. Dagster's default launcher starts workers
+    `beating` are the runs whose heartbeat is in time. Dagster's default launcher starts workers
     as processes of the code server's host and cannot ask for their health. The code server reports a worker that dies
     alone. When both die, a run in STARTING holds its slot until `start_timeout_seconds`, and one in STARTED for ever.
 
@@ -96,12 +97,14 @@ def watchdog_sensor(fleet: GpuFleet) -> dg.SensorDefinition:
                     found += _end_silent_run(instance, beat)
                     fleet_db.release_run(beat.run_id)
                     fleet_db.declare_dead(beat.run_id)
-            beating = {beat.run_id for beat in fleet_db.runs()}
-        for run, pid in lost_workers(instance, repository_label(context), beating):
-            found += _end_run(instance, run, f"process {pid} is gone, and its code server with it")
+            beats = fleet_db.runs()
+            in_time = {beat.run_id for beat in beats if beat.age <= LATE_BEATS * fleet.beat}
+            for run, pid in lost_workers(instance, repository_label(context), in_time):
+                found += _end_run(instance, run, f"process {pid} is gone, and its code server with it")
+                fleet_db.release_run(run.run_id)
+                fleet_db.declare_dead(run.run_id)
         found += _let_retries_go_first(instance)
-        alive = len(beating)
-        return dg.SkipReason("; ".join(found) or f"{alive} runs, all of them alive")
+        return dg.SkipReason("; ".join(found) or f"{len(beats)} runs, all of them alive")
 
     return watchdog
 

@@ -484,6 +484,20 @@ def test_a_run_that_died_with_its_code_server_before_its_first_beat_is_ended(sit
 
 
 @pytest.mark.usefixtures("new_code_server")
+def test_a_run_that_died_with_its_code_server_is_ended_before_its_heartbeat_is_given_up(site: SensorDataset):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    dead = begun(site, S.STARTED, gone.pid, beats=True)
+    there = begun(site, S.STARTED, os.getpid(), beats=True)
+    with site.fleet_db.engine.begin() as connection:
+        connection.execute(sa.text("UPDATE batch_runs SET beat_at = beat_at - 8"))
+    assert f"process {gone.pid} is gone" in site.reason("watchdog")
+    assert (site.status(dead), site.status(there)) == (S.FAILURE, S.STARTED)
+    assert site.fleet_db.holder("gpu") is None
+    assert [beat.run_id for beat in site.fleet_db.runs()] == [there]
+
+
+@pytest.mark.usefixtures("new_code_server")
 def test_workers_that_live_beat_or_belong_to_others_are_left_alone(site: SensorDataset):
     gone = subprocess.Popen(["true"])
     gone.wait()
