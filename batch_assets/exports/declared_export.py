@@ -51,13 +51,14 @@ def export_declared(
     *,
     base: Path,
     of: GeneratedDatasetSpec | None = None,
+    pushes: bool = True,
     told: Callable[[ExportRecord], None] = lambda record: None,
 ) -> WrittenExport:
     """Write an export of the published table, push it where that is said, and have CURRENT name it; what is there is
     not written again.
 
-    `base`: where a relative `to` begins. `of`: the dataset, for the card of what is pushed. Raises ExportError,
-    StoreError.
+    `base`: where a relative `to` begins. `of`: the dataset, for the card of what is pushed. `pushes`: False keeps the
+    files here, and the export is not done yet. Raises ExportError, StoreError.
     """
     table = _table(store, spec)
     if table is None:
@@ -91,7 +92,7 @@ def export_declared(
         place.put(CURRENT, version.encode())
         for old in there - {CURRENT, version, before}:
             _delete_version(place, old)
-    pushed = None if spec.push is None else push_export(store, files, record, spec.push, of)
+    pushed = push_export(store, files, record, spec.push, of) if spec.push is not None and pushes else None
     return WrittenExport(version, record, place, files, pushed)
 
 

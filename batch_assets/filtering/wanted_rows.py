@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from batch_assets.capacity_planning.acceptance import Expected, Round, Stratum, Stretch, next_round, prior_of, rows_for
 from batch_assets.filtering.passed_table import FilterReport, PassedStore, read_report
 from batch_assets.publishing.published_table import published_table
-from batch_assets.spec.chain import round_of
+from batch_assets.spec.chain import round_of, wanting
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.spec.row_rules import SURPLUS, WantSpec, rules_digest
 from batch_assets.spec.source import TABLE, table_read_by
-from resources.objects.opening import CorruptObject
+from resources.objects.opening import CorruptObject, Objects
 from resources.store.dataset_store import DatasetStore, SnapshotManifest
 from resources.store.snapshot_manifest import WantedRows
 
@@ -68,6 +68,14 @@ def standing(spec: GeneratedDatasetSpec, store: DatasetStore, specs: Specs) -> S
     accepted = sum(passed for stretches in (report.accepted or {}).values() for _, passed in stretches)
     made = report.passed + report.fallen
     return Standing(want.rows, accepted, made, _round(want, spec, manifest.wanted, report))
+
+
+def rounds_follow(accepts: str, objects: Objects, specs: Specs) -> bool:
+    """Whether more rows are made than those that a dataset has just judged or filtered, until enough are accepted.
+    `accepts`: the dataset whose rules accept rows, of itself or of one before it."""
+    wants = wanting(specs, accepts)
+    found = None if wants is None else standing(wants, DatasetStore(objects, wants.name), specs)
+    return found is not None and (found.grows or found.round is None)
 
 
 def wanted_rows(spec: GeneratedDatasetSpec, store: DatasetStore, specs: Specs) -> WantedRows | None:

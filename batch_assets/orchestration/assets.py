@@ -35,7 +35,7 @@ from batch_assets.catalog.publications import ledger_state
 from batch_assets.dagster_internals.run_cancellation import cancellation_in_words
 from batch_assets.exports.declared_export import export_declared, is_exported
 from batch_assets.filtering.passed_table import PassedStore, filtered, is_current
-from batch_assets.filtering.wanted_rows import wanted_rows
+from batch_assets.filtering.wanted_rows import rounds_follow, wanted_rows
 from batch_assets.generation.op import RowsConfig, generate_rows
 from batch_assets.generation.range_plan import vector_length
 from batch_assets.generation.store_reads import while_store_answers
@@ -235,8 +235,13 @@ def outdated(store: DatasetStore, spec: GeneratedDatasetSpec, base: Path) -> boo
 
 def _want_of(spec: GeneratedDatasetSpec) -> WantSpec | None:
     """How many of the rows that pass here are wanted: by the dataset itself, or by one before it."""
-    found = wanting({name: one for name, (one, _) in known_datasets().items()} | {spec.name: spec}, spec.name)
+    found = wanting(_specs_with(spec), spec.name)
     return None if found is None else found.want
+
+
+def _specs_with(spec: GeneratedDatasetSpec) -> dict[str, GeneratedDatasetSpec]:
+    """Those of all datasets; one that is declared in Python stands in no file."""
+    return {name: one for name, (one, _) in known_datasets().items()} | {spec.name: spec}
 
 
 def _publish_again(instance: dg.DagsterInstance, store: DatasetStore, manifest: SnapshotManifest) -> None:
@@ -546,11 +551,14 @@ def passed_asset(spec: GeneratedDatasetSpec, folder: Path) -> dg.AssetsDefinitio
 
 
 def export_asset(spec: GeneratedDatasetSpec, export: ExportSpec, folder: Path) -> dg.AssetsDefinition:
-    """Files that are made of the table, of the rows that pass the filter, or of the judged ones."""
+    """Files that are made of the table, of the rows that pass the filter, or of the judged ones. While too few rows are
+    accepted, which the filter says, the files are not pushed."""
+    made_of = dg.AssetKey([spec.name, export.part or TABLE])
+    counted = [ledger.passed_key(spec.name)] if export.push is not None and spec.rules is not None else []
 
     @_asset(
         key=ledger.export_key(spec.name, export.name),
-        deps=[dg.AssetKey([spec.name, export.part or TABLE])],
+        deps=list(dict.fromkeys([made_of, *counted])),
         code_version=hashlib.sha256(export.model_dump_json(exclude_defaults=True).encode()).hexdigest()[:16],
         **_about(spec, f"The table as files of the form {export.format}.", {"file"}),
     )
@@ -561,7 +569,8 @@ def export_asset(spec: GeneratedDatasetSpec, export: ExportSpec, folder: Path) -
                 cancellation_in_words(context, lambda: _canceled(spec.name)),
                 fleet.alive(context.run.run_id, spec.name, f"writing the export {export.name}"),
             ):
-                written = export_declared(data, export, base=folder, of=spec)
+                pushes = not rounds_follow(spec.name, data.objects, _specs_with(spec))
+                written = export_declared(data, export, base=folder, of=spec, pushes=pushes)
         except ExportError as error:
             raise dg.Failure(f"{spec.name}: exports: {export.name}: {error}", allow_retries=False) from None
         return dg.MaterializeResult(data_version=dg.DataVersion(written.version), metadata=export_metadata(written))

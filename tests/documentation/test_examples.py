@@ -27,7 +27,7 @@ PRINTED = {
     "embeddings": ["12 rows in 1 batch: 12 ok, 0 dead", "Owls"],
     "refresh_from_s3": ["8 rows in 1 batch: 8 ok, 0 dead", "the last one: haircut", "1 rows generated"],
     "own_gpus": ["1× RTX4090", "lab does not say what it offers", "done in"],
-    "chain": ["12 rows in 1 batch: 12 ok, 0 dead", "of 12 rows exported"],
+    "chain": ["scores: all 3 steps are up to date", "8 are wanted", "'train': "],
     "downstream_asset": ["10 rows in 1 batch: 10 ok, 0 dead", "product,tone,output"],
 }
 LONG = ("conversations", "embeddings", "labels", "refresh_from_s3")  # other slow tests do what they do

@@ -1,8 +1,8 @@
 """The pictures of docs/images, taken of what `make demo` left: `PYTHONPATH=tests python -m e2e.demo_pictures FOLDER`.
 
-DAGSTER_HOME and BATCH_ASSETS_STORE are those of the demo. `… FOLDER judge` takes those of a chain, by the name of its
-last dataset; BATCH_ASSETS_DEFS says where it is declared. Starts the UI, and ends it. No test: the pictures of each run
-differ.
+DAGSTER_HOME and BATCH_ASSETS_STORE are those of the demo. Starts the UI, and ends it. No test: the pictures of each run
+differ. Those of a chain are taken by `BATCH_ASSETS_SCREENSHOTS=FOLDER pytest -m soak tests/e2e/test_real_chain.py -k
+accepted_rows_by_a_person`.
 """
 
 from __future__ import annotations
@@ -45,30 +45,14 @@ def by_night(ui: Browser) -> None:
     ui.shot("histograms")
 
 
-def of_a_chain(ui: Browser) -> None:
-    """All that is before the table of its last dataset, and that table's page."""
-    ui.open_asset("dataset")
-    eventually(
-        lambda: "first_rows" in ui.text() and "Latest check results" in ui.text(), 60, "the metadata of the table"
-    )
-    ui.shot("chain-dataset")
-    ui.page.set_viewport_size({"width": 2200, "height": 560})
-    ui.open_asset("dataset", "lineage", lineageScope="upstream", lineageDepth="50")
-    ui.page.locator("svg foreignObject").first.wait_for()
-    ui.page.wait_for_timeout(10_000)  # until the boxes have their colours
-    clip = {"x": 260, "y": 310, "width": 1895, "height": 150}
-    ui.page.screenshot(path=ui.folder / "chain-lineage.png", clip=clip)
-
-
 def main() -> None:
     """Take them."""
-    folder, *chain = Path(sys.argv[1]), *sys.argv[2:]
+    folder = Path(sys.argv[1])
     os.environ["BATCH_ASSETS_SCREENSHOTS"] = str(folder)
-    looks = [("Light", of_a_chain)] if chain else [("Light", by_day), ("Dark", by_night)]
     with Stack(prepare_home()) as stack:
         stack.wait_ready()
-        for theme, look in looks:
-            with browser(stack.url, chain[0] if chain else SMALL_EXAMPLE, folder) as ui:
+        for theme, look in (("Light", by_day), ("Dark", by_night)):
+            with browser(stack.url, SMALL_EXAMPLE, folder) as ui:
                 ui.theme(theme)
                 look(ui)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import threading
 from collections import Counter
@@ -22,6 +23,7 @@ import pytest
 import yaml
 from datasets import load_dataset
 from support.llama_cpp import llama_cpp_server
+from support.local_hub import TOKEN, LocalHub, local_hub
 from support.real_models import smollm2
 
 import batch_assets
@@ -35,8 +37,10 @@ from resources.store.dataset_store import DatasetStore
 pytestmark = [pytest.mark.soak("dagster"), pytest.mark.timeout(3000)]
 
 MODEL = "SmolLM2-135M-Instruct"
-STEPS = ("questions", "answers", "judge")
+STEPS = ("questions", "answers", "scores")
 CHAIN_SECONDS = 300
+TOPICS = ["bread", "rain", "trains", "honey", "chess", "glass", "bridges", "music", "paper", "salt", "horses", "wind"]
+TOPICS += ["clocks", "tea", "ships", "gardens", "rivers", "lamps", "wool", "maps", "snow", "coffee", "owls", "bees"]
 
 
 @dataclass
@@ -100,8 +104,23 @@ class Chain:
     log: RequestLog
     engine: EngineProcess
 
+    @property
+    def folder(self) -> Path:
+        """Where the example's files are."""
+        return self.site.folder / "defs" / "preferences"
+
+    def change(self, name: str, **attributes: Any) -> None:
+        """Other attributes of a dataset; None: without them."""
+        file = self.folder / "defs.yaml"
+        documents = list(yaml.safe_load_all(file.read_text()))
+        (found,) = (one["attributes"] for one in documents if one["attributes"]["name"] == name)
+        found |= attributes
+        for key in [key for key, value in attributes.items() if value is None]:
+            del found[key]
+        file.write_text(yaml.safe_dump_all(documents))
+
     def rewrite(self, file: str, old: str, new: str) -> None:
-        path = self.site.folder / "defs" / "preferences" / file
+        path = self.folder / file
         text = path.read_text()
         assert old in text, f"{old!r} is not in {file}"
         path.write_text(text.replace(old, new))
@@ -111,9 +130,16 @@ class Chain:
         store = self.site.environment["BATCH_ASSETS_STORE"]
         return {name: batch_assets.table(name, store=store).arrow().to_pylist() for name in STEPS}
 
+    def exported(self, name: str) -> dict[str, list[dict[str, Any]]]:
+        """The records of an export, by their split, as `datasets` reads its folder."""
+        place = self.site.folder / "store" / "scores" / "exports" / name
+        files = place / (place / "CURRENT").read_text()
+        found = load_dataset(str(files), cache_dir=str(self.site.folder / "cache"))
+        return {split: list(records) for split, records in found.items()}
+
     def version(self) -> str | None:
         """Of the last step's table."""
-        return DatasetStore(self.site.store.objects, "judge").current_published()
+        return DatasetStore(self.site.store.objects, "scores").current_published()
 
 
 @pytest.fixture
@@ -130,11 +156,6 @@ def chain(tmp_path: Path) -> Iterator[Chain]:
             yield found
 
 
-def topic(step: str, row: dict[str, Any]) -> str:
-    """The topic that a row was made of."""
-    return str(json.loads(row["row_id"])[0] if step == "judge" else row["topic"])
-
-
 def asked_for(rows: list[dict[str, Any]]) -> Counter[str]:
     """What an engine is asked to make these rows."""
     found: Counter[str] = Counter()
@@ -144,16 +165,16 @@ def asked_for(rows: list[dict[str, Any]]) -> Counter[str]:
 
 
 def check_shape(found: dict[str, list[dict[str, Any]]], topics: int) -> None:
-    """Three answers to each question; a judgement of each question of a topic that has two answers or more."""
+    """Three answers to each question; a vote on each answer that there is."""
     assert len(found["questions"]) == topics
     asked = [json.loads(row["output"])["questions"] for row in found["questions"] if row["error"] is None]
     assert len(found["answers"]) == 3 * sum(map(len, asked)) > 0
-    answered = Counter((row["topic"], row["questions"]) for row in found["answers"] if row["error"] is None)
-    assert len(found["judge"]) == sum(count > 1 for count in answered.values()) > 0
+    assert len(found["scores"]) == sum(row["error"] is None for row in found["answers"]) > 0
 
 
 def refreshes(chain: Chain, refresh: Callable[[], None]) -> None:
     """The whole chain, two other topics, one topic less, another judge: each time the rows below are asked alone."""
+    chain.change("answers", want=None)  # all rows, so that those below a change are known
     refresh()
     before = chain.tables()
     check_shape(before, 4)
@@ -163,12 +184,12 @@ def refreshes(chain: Chain, refresh: Callable[[], None]) -> None:
     chain.rewrite("topics.csv", "vaccines,a worried parent", "vaccines,a student of biology")
     refresh()
     after, changed = chain.tables(), {"tides", "vaccines"}
-    below = [row for step in STEPS for row in after[step] if topic(step, row) in changed]
+    below = [row for step in STEPS for row in after[step] if row["topic"] in changed]
     check_shape(after, 4)
     assert chain.log.taken() == asked_for(below)
     for step in STEPS:
-        kept = [row for row in before[step] if topic(step, row) not in changed]
-        assert [row for row in after[step] if topic(step, row) not in changed] == kept and kept
+        kept = [row for row in before[step] if row["topic"] not in changed]
+        assert [row for row in after[step] if row["topic"] not in changed] == kept and kept
 
     chain.rewrite("topics.csv", "photosynthesis,a gardener\n", "")
     refresh()
@@ -177,28 +198,134 @@ def refreshes(chain: Chain, refresh: Callable[[], None]) -> None:
     assert chain.log.taken() == Counter()
     assert all(row in after[step] for step in STEPS for row in fewer[step])
 
-    chain.rewrite("defs.yaml", "Which answer is the best", "Which answer is the most helpful")
+    chain.rewrite("defs.yaml", "A good answer is true", "A most helpful answer is true")
     refresh()
     judged = chain.tables()
     assert {step: judged[step] for step in STEPS[:2]} == {step: fewer[step] for step in STEPS[:2]}
-    assert chain.log.taken() == asked_for(judged["judge"])
-    assert all("most helpful" in row["prompt"][-1]["content"] for row in judged["judge"])
+    assert chain.log.taken() == asked_for(judged["scores"])
+    assert all("most helpful" in row["prompt"][-1]["content"] for row in judged["scores"])
     check_shape(judged, 3)
 
-    read = ["prompt=question", "chosen=answers[best]", "rejected=answers[worst]"]
-    to = str(chain.site.folder / "pairs")
-    maps = [word for field in read for word in ("--map", field)]
-    status, _ = chain.site.ask("export", "judge", "--format", "preference", "--to", to, *maps)
-    pairs = load_dataset(to, split="train", cache_dir=str(chain.site.folder / "cache"))
-    given = {(row["question"], answer) for row in judged["judge"] for answer in row["answers"]}
-    assert status == 0 and 0 < len(pairs) <= len(judged["judge"])
-    assert all({(one["prompt"], one["chosen"]), (one["prompt"], one["rejected"])} <= given for one in pairs)
-    assert all(one["chosen"] != one["rejected"] for one in pairs)
+    pairs = chain.exported("pairs")["train"]
+    given = {(row["questions"], row["output"]) for row in judged["answers"]}
+    assert len(pairs) <= sum(map(len, (json.loads(row["output"])["questions"] for row in judged["questions"])))
+    for one in pairs:
+        (asked, better), (_, worse) = ((one["questions"], one[key][0]["content"]) for key in ("chosen", "rejected"))
+        assert {(asked, better), (asked, worse)} <= given and better != worse
+
+
+def wants(chain: Chain, rows: int, hub: LocalHub) -> dict[str, str]:
+    """Have the example want so many rows, of topics enough, and push its files; returns what the command's environment
+    is. The judge is a tiny one: its scores are drawn, so that some rows pass and some do not."""
+    topics = [f"{one} {of}" for of in ("in history", "at home", "in nature", "for children") for one in TOPICS]
+    needed = max(8, rows // 6)  # of which each makes 18 answers; of these a third passes, or more
+    lines = [f"{one},a child of ten" for one in topics[:needed]]
+    (chain.folder / "topics.csv").write_text("\n".join(["topic,audience", *lines, ""]))
+    batch = {"batch_rows": max(9, rows // 10)}
+    short = {"temperature": 1.0, "seed": 7, "max_tokens": 32}
+    chain.change("answers", want={"rows": rows, "accepted_by": "scores"}, samples=6, sampling=short, **batch)
+    judge = {"dataset": "answers", "rubric": "A good answer is true.", "scale": [1, 10], "reason": False}
+    exports = [
+        {"name": "sft", "format": "messages", "passed": True, "validation": 0.2, "split_by": "topic"},
+        {"name": "pairs", "format": "preference", "judged": True, "group_by": "questions", "rank_by": "score"},
+    ]
+    for one in exports:
+        one |= {"columns": ["topic", "questions"], "push": {"repo": f"me/{one['name']}"}}
+    drawn = {"temperature": 1.0, "seed": 7, "max_tokens": 40}
+    chain.change("scores", judge={**judge, "accept": "score >= 5"}, sampling=drawn, exports=exports, **batch)
+    return {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN}
+
+
+def check_accepted(chain: Chain, hub: LocalHub, rows: int) -> None:
+    """So many rows are accepted; the files have these, a trainer can read them, and the hub has the files."""
+    store = chain.site.environment["BATCH_ASSETS_STORE"]
+    passed = batch_assets.table("scores", store=store, passed=True).arrow().to_pylist()
+    judged = batch_assets.table("scores", store=store, judged=True).arrow().to_pylist()
+    made = chain.tables()["answers"]
+    print(f"{rows} wanted: {len(passed)} accepted of {len(judged)} judged, {len(made)} made")
+    assert len(passed) == rows and all(row["score"] >= 5 for row in passed)
+    assert len({row["output"].casefold() for row in passed}) == rows, "the filter takes equal answers out"
+    assert {row["row_id"] for row in judged} == {row["row_id"] for row in made if row["error"] is None}
+
+    files, pairs = chain.exported("sft"), chain.exported("pairs")["train"]
+    assert sum(map(len, files.values())) == rows
+    sides = [{one["topic"] for one in files.get(split, [])} for split in ("train", "validation")]
+    assert not sides[0] & sides[1], "no topic is on both sides"
+    answers = {(row["questions"], row["output"]) for row in passed}
+    template = chat_template()
+    for one in [one for records in files.values() for one in records]:
+        text = template.render(messages=one["messages"], add_generation_prompt=False)
+        answer = one["messages"][-1]["content"]
+        assert f"<|im_start|>assistant\n{answer}<|im_end|>" in text
+        assert (one["questions"], answer) in answers
+    scores = {(row["questions"], row["output"]): row["score"] for row in judged}
+    assert pairs, "some questions have a better answer and a worse one"
+    for one in pairs:
+        better, worse = (scores[one["questions"], one[key][0]["content"]] for key in ("chosen", "rejected"))
+        assert better > worse
+
+    for name, count in (("sft", rows), ("pairs", len(pairs))):
+        pushed = hub.files(f"me/{name}")
+        place = Path(store) / "scores" / "exports" / name
+        here = place / (place / "CURRENT").read_text()
+        ours = {f"data/{file.name}": file.read_bytes() for file in here.glob("*.jsonl")}
+        assert {file: data for file, data in pushed.items() if file.startswith("data/")} == ours
+        assert sum(data.count(b"\n") for data in ours.values()) == count
+        assert hub.commits(f"me/{name}") == 1, "it is pushed once, when enough are accepted"
+        assert MODEL in pushed["README.md"].decode()
+
+
+def test_accepted_rows_become_training_files_in_a_repository(chain: Chain, tmp_path: Path) -> None:
+    """BATCH_ASSETS_ACCEPTED_ROWS: how many are wanted."""
+    rows = int(os.environ.get("BATCH_ASSETS_ACCEPTED_ROWS") or 40)
+    with local_hub(tmp_path / "hub") as hub:
+        command = chain.site.start("run", "scores", "--upstream", "--json", **wants(chain, rows, hub))
+        status, output = command.end(60 * rows)
+        assert status == 0, command.said()
+        assert [one["dataset"] for one in json.loads(output)["steps"]] == list(STEPS)
+        check_accepted(chain, hub, rows)
+
+
+@needs_chromium
+def test_accepted_rows_by_a_person_in_a_browser(chain: Chain, tmp_path: Path) -> None:
+    port, rows = free_port(), 12
+    with local_hub(tmp_path / "hub") as hub:
+        served = chain.site.start("ui", "--port", str(port), **wants(chain, rows, hub))
+        try:
+            eventually(lambda: "Ctrl-C ends it" in served.said() + served.output.read_text(), 60, "the UI")
+            with browser(f"http://127.0.0.1:{port}", "scores", tmp_path) as ui:
+                ui.open("/locations/batch_assets/jobs/scores_refresh_upstream")
+                ui.press("Materialize")
+                eventually(lambda: len(hub.repositories) == 2, 2 * CHAIN_SECONDS, "two repositories", every=1)
+                eventually(lambda: all(map(hub.commits, hub.repositories)), CHAIN_SECONDS, "what is pushed", every=1)
+                check_accepted(chain, hub, rows)
+                for name in ("judged", "passed", "exports/sft"):
+                    ui.open_asset(name)
+                    eventually(lambda: "rows" in ui.metadata(), 60, "the metadata of the files")
+                    ui.shot(name.replace("/", "-"))
+                assert "me/sft" in ui.text()
+                ui.page.set_viewport_size({"width": 2200, "height": 760})
+                ui.open_asset("exports/sft", "lineage", lineageScope="upstream", lineageDepth="50")
+                ui.page.locator("svg foreignObject").first.wait_for()
+                ui.page.wait_for_timeout(10_000)  # until the boxes have their colours
+                ui.shot("accepted-lineage")
+        finally:
+            served.interrupt()
+            served.end(60)
+
+
+def chat_template() -> Any:
+    """What `apply_chat_template` renders: the template that the weights bring along, in Jinja."""
+    from gguf import GGUFReader
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    source = GGUFReader(smollm2()).fields["tokenizer.chat_template"].contents()
+    return ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(source)
 
 
 def test_by_one_command(chain: Chain) -> None:
     def refresh() -> None:
-        command = chain.site.start("run", "judge", "--upstream")
+        command = chain.site.start("run", "scores", "--upstream")
         assert command.end(CHAIN_SECONDS)[0] == 0, command.said()
 
     refreshes(chain, refresh)
@@ -213,15 +340,15 @@ def test_by_a_person_in_a_browser(chain: Chain, tmp_path: Path) -> None:
         version = chain.version()
         ui.open("/deployment/locations")
         ui.press("Reload")
-        ui.open("/locations/batch_assets/jobs/judge_refresh_upstream")
+        ui.open("/locations/batch_assets/jobs/scores_refresh_upstream")
         ui.press("Materialize")
-        eventually(lambda: chain.version() != version, CHAIN_SECONDS, "another table of the judge", every=1)
+        eventually(lambda: chain.version() != version, CHAIN_SECONDS, "another table of votes", every=1)
         ui.open_asset("dataset", "checks")
         eventually(lambda: "batches_current" in ui.text(), 30, "the checks of the table")
 
     try:
         eventually(lambda: "Ctrl-C ends it" in served.said() + served.output.read_text(), 60, "the UI")
-        with browser(f"http://127.0.0.1:{port}", "judge", tmp_path) as ui:
+        with browser(f"http://127.0.0.1:{port}", "scores", tmp_path) as ui:
             refreshes(chain, refresh)
     finally:
         served.interrupt()

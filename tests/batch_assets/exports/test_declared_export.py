@@ -196,13 +196,15 @@ def test_a_file_without_exports_keeps_its_code_version() -> None:
 
 def test_each_export_is_an_asset_that_the_job_of_the_table_renews(tmp_path: Path) -> None:
     rule = {"short": {"length": {"column": "output", "min": 1}}}
-    spec = declared(SFT, {**SFT, "name": "good", "passed": True}, filter=rule)
+    hub = {**SFT, "name": "hub", "push": {"repo": "me/sums"}}
+    spec = declared(SFT, {**SFT, "name": "good", "passed": True}, hub, filter=rule)
     found = dataset_definitions(spec, tmp_path)
     assets = [one for one in found.assets or () if isinstance(one, dg.AssetsDefinition)]
     deps = {
         one.key.to_user_string(): [dep.asset_key.path[-1] for each in one.specs for dep in each.deps] for one in assets
     }
     assert (deps["sums/exports/sft"], deps["sums/exports/good"]) == (["dataset"], ["passed"])
+    assert deps["sums/exports/hub"] == ["dataset", "passed"], "whether enough are accepted is known before a push"
     (publish_job,) = (one for one in found.jobs or () if one.name == "sums_publish")
     assert isinstance(publish_job, UnresolvedAssetJobDefinition)
     assert {dg.AssetKey(["sums", "exports", name]) for name in ("sft", "good")} <= publish_job.selection.resolve(assets)

@@ -14,7 +14,7 @@ from support.snapshots import commit
 
 from batch_assets.component import spec_version
 from batch_assets.filtering.passed_table import SURPLUS, PassedStore, filtered, is_current
-from batch_assets.filtering.wanted_rows import Standing, rows_to_come, standing, wanted_rows
+from batch_assets.filtering.wanted_rows import Standing, rounds_follow, rows_to_come, standing, wanted_rows
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.publish import publish
 from batch_assets.publishing.published_table import published_table
@@ -77,7 +77,10 @@ class Rounds:
         made = []
         while True:
             made.append(self.read(spec).rows)
+            if len(made) > 1:
+                assert rounds_follow(spec.name, self.store.objects, {spec.name: spec}), "not all of them are made"
             found = self.make(spec)
+            assert rounds_follow(spec.name, self.store.objects, {spec.name: spec}) == found.grows
             if not found.grows:
                 return made, found
 
