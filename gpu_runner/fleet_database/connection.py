@@ -9,9 +9,10 @@ makes no bill longer (`gpu_runner.fleet_database.clock_jumps`).
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.ext.compiler import compiles
@@ -36,6 +37,10 @@ __all__ = ["CLAIMS", "DATASETS", "FACTS", "INSTANCES", "LEASES", "OFFER_FAILURES
 
 BUSY_SECONDS = 30  # how long a call waits for another writer of a SQLite file
 PSYCOPG2 = "psycopg2"
+TURNS, QUERY_CANCELED = 8, "57014"  # of `statement_timeout`, 15 s each
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class database_now(FunctionElement[float]):
@@ -171,6 +176,24 @@ class Tables:
 
 _NOT_DURABLE = "SET LOCAL synchronous_commit = off"
 _LOOK = sa.select(database_now(), total_of_jumps())  # begins every transaction: to build it took longer than to ask it
+
+
+def patient(call: Callable[P, T]) -> Callable[P, T]:
+    """Of a call that may be made again: it has several turns to wait for other writers before it gives up. For the
+    first word of a run, which fails with it; one that only says something again is better without.
+    """
+
+    @functools.wraps(call)
+    def called(*arguments: P.args, **named: P.kwargs) -> T:
+        for _ in range(TURNS - 1):
+            try:
+                return call(*arguments, **named)
+            except sa.exc.OperationalError as error:
+                if getattr(error.orig, "pgcode", None) != QUERY_CANCELED:
+                    raise
+        return call(*arguments, **named)
+
+    return called
 
 
 def _open(url: str) -> sa.Engine:

@@ -21,7 +21,7 @@ from gpu_runner.fleet_database.accounting.bill_split import InstanceCost, Split
 from gpu_runner.fleet_database.accounting.request_budget import BudgetReached, Spend
 from gpu_runner.fleet_database.after_restore import AfterRestore
 from gpu_runner.fleet_database.claims import Claim, Claims
-from gpu_runner.fleet_database.connection import CLAIMS, LEASES, RUNS, database_now
+from gpu_runner.fleet_database.connection import CLAIMS, LEASES, RUNS, database_now, patient
 from gpu_runner.fleet_database.grants import Grants
 from gpu_runner.fleet_database.instances import FleetFull, Instances, InstanceState
 from gpu_runner.fleet_database.leases import Lease, RunEnded, release_leases
@@ -96,6 +96,7 @@ class FleetDatabase(Instances, Targets, Reports, Claims, Figures, Services, Gran
 
     # runs
 
+    @patient
     def begin_run(self, run_id: str, dataset: str, first_key: str, last_key: str) -> None:
         """First heartbeat of a run's op, before it holds anything. Raises RunEnded for one that was declared dead."""
         with self._transaction() as (connection, now):

@@ -32,7 +32,7 @@ from gpu_runner.fleet_database.capacity_plan import (
     read_summary,
     to_json,
 )
-from gpu_runner.fleet_database.connection import DATASETS, LEASES, Tables
+from gpu_runner.fleet_database.connection import DATASETS, LEASES, Tables, patient
 from gpu_runner.fleet_database.leases import end_retired, mark_retired
 
 NO_COMMAND: Mapping[str, Any] = {
@@ -108,6 +108,7 @@ class Targets(Tables):
         with self._transaction() as (connection, _):
             _write(connection, dataset, instances=instances)
 
+    @patient
     def begin_request(
         self,
         dataset: str,

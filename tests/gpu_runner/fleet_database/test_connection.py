@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -49,6 +50,23 @@ def test_a_write_that_waits_for_the_fleets_lock_ends(postgres: str, monkeypatch:
         holder.exec_driver_sql("LOCK TABLE leases IN EXCLUSIVE MODE")
         with pytest.raises(FleetDatabaseError, match="statement timeout"):
             fleet_db.begin_run("run", "dataset", "000", "001")
+
+
+def test_a_run_that_begins_while_others_write_has_several_turns(postgres: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With twenty datasets refreshed at once on two busy cores, runs failed with their first word."""
+    monkeypatch.setattr(bounded_postgres, "STATEMENT_SECONDS", 0.1)
+    with contextlib.closing(FleetDatabase(postgres)) as fleet_db, ThreadPoolExecutor(2) as pool:
+        with fleet_db.engine.begin() as holder:
+            holder.exec_driver_sql("LOCK TABLE leases IN EXCLUSIVE MODE")
+            begun = [
+                pool.submit(fleet_db.begin_run, "run", "dataset", "000", "001"),
+                pool.submit(fleet_db.begin_request, "dataset", "request"),
+            ]
+            time.sleep(0.25)  # more than one turn
+            assert not any(one.done() for one in begun)
+        for one in begun:
+            one.result(15)
+        assert [run.run_id for run in fleet_db.runs()] == ["run"]
 
 
 def test_a_beat_and_the_name_of_the_fleet_wait_for_no_other_writer(
