@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
 import pytest
+from support.timing import PATIENCE
 
 from batch_assets.catalog.ledger import ledger_versions, missing, rows_key
 from e2e.browser import Browser, browser, needs_chromium
@@ -70,6 +73,12 @@ def serve(site: Platform, arguments: list[str]) -> None:
     site.simulator.stop()
     site.simulator.arguments = arguments
     site.simulator.start()
+
+
+def hold(site: Platform) -> None:
+    """From now on the engine is so slow that a run cannot end by itself while its page is opened on a busy machine."""
+    rule = json.dumps([{"kind": "slow", "factor": 1000, "seconds": 3600}]).encode()
+    urllib.request.urlopen(f"{site.simulator.url}/simulator/faults", rule, timeout=10 * PATIENCE).close()
 
 
 def check_batch_page(site: Platform, ui: Browser, key: str) -> None:
@@ -178,6 +187,7 @@ def test_a_failed_a_canceled_and_a_missing_batch_are_repaired_in_the_ui(
         eventually(lambda: len(materialized(site)) >= 2, 120, "two batches of a running run")
         running = site.rows_runs(dg.DagsterRunStatus.STARTED)
         assert len(running) == 1
+        hold(site)
         ui.terminate_run(running[0].run_id)
         assert site.finish(running[0].run_id, 60) == dg.DagsterRunStatus.CANCELED
         ui.shot("canceled-run")
@@ -232,6 +242,7 @@ def interrupted_refresh(site: Platform, ui: Browser) -> int:
         return started[0] if started and 2 <= current(site) < 20 else None
 
     run_id = eventually(working, 120, "two batches of the new template")
+    hold(site)
     ui.terminate_run(run_id)
     assert site.finish(run_id, 60) == dg.DagsterRunStatus.CANCELED
     return 20 - current(site)
