@@ -23,13 +23,13 @@ from gpu_runner.fleet_database.database import FleetDatabase
 from resources.objects.opening import open_objects
 from resources.store.dataset_store import DatasetStore
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.soak("losses"), pytest.mark.timeout(600)]
 
 ROWS, BATCH_ROWS = 3000, 50
 PRICES = {"input": 100.0, "output": 1000.0}
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.soak("losses"))])
+@pytest.fixture(params=["sqlite", "postgres"])
 def home(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder, defs = tmp_path / "home", tmp_path / "defs" / "d"
     folder.mkdir()

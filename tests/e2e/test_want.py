@@ -21,7 +21,7 @@ from e2e.command_line import NAME, SPEC, CommandProject
 from e2e.command_line import site as new_site
 from resources.store.dataset_store import DatasetStore
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.soak("dagster"), pytest.mark.timeout(600)]
 WANTED, ONE_IN, SOURCE = 400, 3, 6000
 
 
@@ -86,7 +86,6 @@ def test_rounds_go_on_until_enough_rows_are_accepted_also_after_a_kill(site: Com
     assert site.ask("export", NAME, "--passed", "--format", "jsonl", "--to", str(tmp_path / "out"))[0] == 0
 
 
-@pytest.mark.soak("dagster")
 def test_rows_are_wanted_that_a_dataset_below_accepts(site: CommandProject) -> None:
     declare(site, want={"rows": 150, "accepted_by": "scores"}, filter=None)
     own = site.folder / "defs" / NAME / "defs.yaml"
@@ -111,7 +110,6 @@ def test_rows_are_wanted_that_a_dataset_below_accepts(site: CommandProject) -> N
     assert len(runs) >= 2 and len({run.tags[CHAIN_TAG] for run in runs}) == 1
 
 
-@pytest.mark.soak("dagster")
 def test_rows_are_wanted_that_a_judge_accepts(site: CommandProject) -> None:
     declare(site, want={"rows": 100, "accepted_by": "scores"}, filter=None)
     own = site.folder / "defs" / NAME / "defs.yaml"
