@@ -72,15 +72,9 @@ def postgres(*, durable: bool = True, settings: Sequence[str] = ()) -> Iterator[
     process: subprocess.Popen[bytes] | None = None
     try:
         password, port = secrets.token_hex(16), free_port()
-        _create(folder, password, authentication="scram-sha-256" if durable else "md5")
-        options = ["-D", str(folder / "data"), "-p", str(port), "-c", "listen_addresses=127.0.0.1"]
-        options += ["-c", f"unix_socket_directories={folder}"]
+        create(folder, password, authentication="scram-sha-256" if durable else "md5")
         off = [] if durable else [f"{setting}=off" for setting in NOT_DURABLE]
-        for setting in [*off, *settings]:
-            options += ["-c", setting]
-        with (folder / "log").open("wb") as log:
-            process = subprocess.Popen(_as_user("postgres", *options), cwd=folder, stdout=log, stderr=log)
-        _wait_ready(process, folder, port)
+        process = start(folder, port, *off, *settings)
         yield PostgresServer(port, password, process.pid, folder)
     finally:
         if process is not None:
@@ -89,7 +83,19 @@ def postgres(*, durable: bool = True, settings: Sequence[str] = ()) -> Iterator[
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _create(folder: Path, password: str, authentication: str) -> None:
+def start(folder: Path, port: int, *settings: str) -> subprocess.Popen[bytes]:
+    """Start the server of a folder that `create` has filled, and wait until it answers. `settings`: `name=value`."""
+    options = ["-D", str(folder / "data"), "-p", str(port)]
+    for setting in ("listen_addresses=127.0.0.1", f"unix_socket_directories={folder}", *settings):
+        options += ["-c", setting]
+    with (folder / "log").open("ab") as log:
+        process = subprocess.Popen(_as_user("postgres", *options), cwd=folder, stdout=log, stderr=log)
+    _wait_ready(process, folder, port)
+    return process
+
+
+def create(folder: Path, password: str, authentication: str = "scram-sha-256") -> None:
+    """Make the files of a server in an empty folder."""
     secret = folder / "password"
     secret.touch(mode=0o600)
     secret.write_text(password)

@@ -74,8 +74,15 @@ class Usage:
         self.peak_mib = max(self.peak_mib, int(peak) // 1024)
         times = process.cpu_times()
         self.cpu[process.pid] = times.user + times.system
-        if "-D" in process.cmdline():  # PostgreSQL's first process: a backend lives for one event and is not met alive
-            self.cpu[process.pid] += times.children_user + times.children_system
+        if "-D" in process.cmdline():  # PostgreSQL's first process: with its backends, those that have ended and others
+            self.cpu[process.pid] += times.children_user + times.children_system + sum(map(_cpu, process.children()))
+
+
+def _cpu(process: psutil.Process) -> float:
+    with contextlib.suppress(psutil.Error):
+        times = process.cpu_times()
+        return float(times.user + times.system)
+    return 0.0
 
 
 class Watcher:

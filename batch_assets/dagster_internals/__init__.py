@@ -19,7 +19,7 @@ from dagster._core.execution.backfill import BulkActionsFilter, BulkActionStatus
 from dagster._core.launcher.base import CheckRunHealthResult, WorkerStatus
 from dagster._core.scheduler.instigation import InstigatorType, SensorInstigatorData
 from dagster._core.storage.event_log.base import EventLogStorage
-from dagster._core.storage.event_log.schema import AssetEventTagsTable, SqlEventLogStorageTable
+from dagster._core.storage.event_log.schema import AssetEventTagsTable, AssetKeyTable, SqlEventLogStorageTable
 from dagster._core.storage.event_log.sql_event_log import SqlEventLogStorage
 from dagster._core.storage.tags import REPOSITORY_LABEL_TAG
 
@@ -31,6 +31,7 @@ __all__ = [
     "EVENT_TYPE_TO_PIPELINE_RUN_STATUS",
     "REPOSITORY_LABEL_TAG",
     "AssetEventTagsTable",
+    "AssetKeyTable",
     "BulkActionStatus",
     "BulkActionsFilter",
     "CheckRunHealthResult",

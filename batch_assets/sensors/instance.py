@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import dagster as dg
 
+from batch_assets.catalog.ledger import remember_entries
 from batch_assets.dagster_internals.kept_connections import keep_connections
 from gpu_runner.fleet_database.database import FleetDatabase
 from resources.fleet.resource import GpuFleet
@@ -34,6 +35,7 @@ def instance_of(context: dg.SensorEvaluationContext) -> dg.DagsterInstance:
         if key not in _kept:
             _kept[key] = dg.DagsterInstance.from_ref(reference)
             keep_connections(_kept[key])
+            remember_entries(_kept[key])
         return _kept[key]
 
 

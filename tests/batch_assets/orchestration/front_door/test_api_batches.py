@@ -43,7 +43,7 @@ async def ended(site: ApiService, instance: dg.DagsterInstance, wanted: list[Any
     """A batch that has ended, and is in the catalog."""
     batch = await site.until((await site.create(wanted, **more))["id"])
     record = site.app.state.batches.of_any_tenant(batch["id"])
-    report(instance, missing(frozenset(), site.app.state.objects, record))
+    report(instance, missing(lambda named: frozenset(), site.app.state.objects, record))
     return batch
 
 
