@@ -49,7 +49,7 @@ def keep_connections(instance: dg.DagsterInstance, clock: Callable[[], float] = 
         url = events.conn_string_for_shard(INDEX_SHARD_NAME)
         _replace(events, "index_connection", _kept(url, lock=events._db_lock))
         _remember(events, "_has_asset_key_col_on_connection")  # asked of the database's schema at each event
-    if postgres := [one for one in (schedules, runs, events) if type(one).__module__.startswith("dagster_postgres.")]:
+    if postgres := [one for one in (schedules, runs, events) if hasattr(one, "postgres_url")]:
         _share_postgres(postgres)
 
 

@@ -248,6 +248,9 @@ def test_a_batch_counts_with_all_its_lines_from_its_creation(site: TenantService
 
 
 def test_the_audit_log_names_the_refused_and_no_secret(site: TenantService) -> None:
+    for key, status in (("revoked", 401), ("unscoped", 403), ("attacker", 404)):
+        answer = site.ask("GET", f"/v1/batches/{site.batch_id}", bearer(site.keys[key]))
+        assert answer.status_code == status
     audit = Path(site.run(_audit_path(site))).read_text()
     events = [orjson.loads(one) for one in audit.splitlines()]
     assert {401, 403, 404} <= {event["status"] for event in events}
