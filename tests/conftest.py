@@ -24,6 +24,7 @@ from support.whole_modules import MARKS, mark_of
 from support.worker_shares import in_shares
 
 if TYPE_CHECKING:
+    import dagster as dg
     from alembic.config import Config
     from support.fleet_databases import Clock
 
@@ -280,6 +281,21 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     sqlite = request.param == "sqlite"
     with sqlite_url(tmp_path) if sqlite else postgres_url(request.getfixturevalue("server")) as url:
         yield url
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.slow)])
+def stored_instance(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dg.DagsterInstance]:
+    """Dagster's instance of a folder, its storage on SQLite, then on Postgres."""
+    import dagster as dg
+    from support.fleet_databases import postgres_url
+
+    with contextlib.ExitStack() as stack:
+        storage = ""
+        if request.param == "postgres":
+            url = stack.enter_context(postgres_url(request.getfixturevalue("server")))
+            storage = f"storage: {{postgres: {{postgres_url: '{url}'}}}}"
+        (tmp_path / "dagster.yaml").write_text(storage)
+        yield stack.enter_context(dg.DagsterInstance.from_config(str(tmp_path)))
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -408,24 +408,16 @@ class RememberedEntries:
         if not isinstance(storage, SqlEventLogStorage):
             return _all_entries(instance, self._dataset)
         with self._lock:
-            newest = self._look(storage, self._mark)
-            if newest != replace(self._state, newest=newest.newest):
-                return self._read_all(instance, storage, newest.newest)
-            new = self._after_mark(storage, newest.newest) if newest.newest > self._mark else []
-            found = self._entries | _newest_of(new)
-            self._move_mark(newest.newest, new)
-            return found
-
-    def _read_all(
-        self, instance: dg.DagsterInstance, storage: SqlEventLogStorage, newest: int
-    ) -> dict[str, tuple[int, LedgerVersion]]:
-        """Entries up to the mark cannot be told from later ones here. Later ones are read again, to the same end."""
-        self._looks.clear()
-        self._mark, self._state = newest, self._look(storage, newest)  # before: what is counted is read
-        self._entries = _all_entries(instance, self._dataset)
-        if self._look(storage, newest) != self._state:  # it goes on being written: as if nothing were known
-            self._state = _Marked(0, -1)
-        return dict(self._entries)
+            found = self._look(storage, self._mark)
+            if found != self._state:  # all of them, up to one that is the mark from now on
+                self._looks.clear()
+                self._mark, self._state = found.newest, self._look(storage, found.newest)
+                self._entries = _newest_of(self._events(storage, 0, self._mark))
+                return dict(self._entries)
+            new = self._events(storage, self._mark, found.newest) if found.newest > self._mark else []
+            entries = self._entries | _newest_of(new)
+            self._move_mark(found.newest, new)
+            return entries
 
     def _move_mark(self, newest: int, new: Sequence[_Event]) -> None:
         now, mark = self._clock(), self._mark
@@ -458,14 +450,14 @@ class RememberedEntries:
             newest, counted, ids = connection.execute(state).one()
             return _Marked(newest or 0, counted, int(ids or 0), connection.scalar(last), connection.scalar(wiped))
 
-    def _after_mark(self, storage: SqlEventLogStorage, newest: int) -> list[_Event]:
+    def _events(self, storage: SqlEventLogStorage, after: int, upto: int) -> list[_Event]:
         """In order. On SQLite an event may have the id, and so the tags, of one that was deleted: its own are last."""
         events, tags = SqlEventLogStorageTable.c, AssetEventTagsTable.c
         version = sa.and_(tags.event_id == events.id, tags.key == DATA_VERSION_TAG)
         query = (
             sa.select(events.id, events.partition, tags.value, events.timestamp)
             .join_from(SqlEventLogStorageTable, AssetEventTagsTable, version, isouter=True)
-            .where(self._of_batches(), events.id > self._mark, events.id <= newest)
+            .where(self._of_batches(), events.id > after, events.id <= upto)
             .order_by(events.id, tags.id)
         )
         query = _not_wiped(storage, rows_key(self._dataset), query)
@@ -479,7 +471,7 @@ class _Marked:
     """Id of the newest event; how many there are up to the mark, and the sum of their ids; when the mark was written,
     and when the asset was wiped."""
 
-    newest: int
+    newest: int = field(compare=False)
     events: int
     ids: int = 0
     last: object = None

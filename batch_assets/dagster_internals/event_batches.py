@@ -67,13 +67,14 @@ def report_together(instance: dg.DagsterInstance, events: Iterable[dg.AssetMater
     """`instance.report_runless_asset_event` for several materializations; returns how many."""
     write_together(instance)
     count = 0
-    for count, (event, batch) in enumerate(_numbered(events), start=1):  # noqa: B007
+    for event, batch in _numbered(events):
         reported = DagsterEvent(
             event_type_value=dg.DagsterEventType.ASSET_MATERIALIZATION.value,
             event_specific_data=StepMaterializationData(event),
             job_name=RUNLESS_JOB_NAME,
         )
         instance.report_dagster_event(reported, RUNLESS_RUN_ID, batch_metadata=batch)
+        count += 1
     return count
 
 

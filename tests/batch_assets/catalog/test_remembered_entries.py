@@ -5,19 +5,18 @@ What is leant on is private to Dagster: when it changes, these tests fail.
 
 from __future__ import annotations
 
-import contextlib
 import random
-from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import dagster as dg
 import pytest
 import sqlalchemy as sa
 from dagster._core.test_utils import create_run_for_test
-from support.fleet_databases import Clock, postgres_url
+from support.fleet_databases import Clock
 
 from batch_assets.catalog import ledger
 from batch_assets.catalog.ledger import RememberedEntries
+from batch_assets.dagster_internals import SqlEventLogStorage
 from batch_assets.dagster_internals import SqlEventLogStorageTable as EVENTS
 from batch_assets.dagster_internals.event_batches import report_together
 from batch_assets.tags import DATA_VERSION_TAG
@@ -26,15 +25,9 @@ ROWS = ledger.rows_key("d")
 KEYS = [f"{number:05}" for number in range(12)]
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.slow)])
-def instance(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dg.DagsterInstance]:
-    with contextlib.ExitStack() as stack:
-        storage = ""
-        if request.param == "postgres":
-            url = stack.enter_context(postgres_url(request.getfixturevalue("server")))
-            storage = f"storage: {{postgres: {{postgres_url: '{url}'}}}}"
-        (tmp_path / "dagster.yaml").write_text(storage)
-        yield stack.enter_context(dg.DagsterInstance.from_config(str(tmp_path)))
+@pytest.fixture
+def instance(stored_instance: dg.DagsterInstance) -> dg.DagsterInstance:
+    return stored_instance
 
 
 def ours(key: str, number: int) -> dg.AssetMaterialization:
@@ -44,13 +37,19 @@ def ours(key: str, number: int) -> dg.AssetMaterialization:
 def full_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Datasets whose entries are all read, from now on."""
     seen: list[str] = []
-    read = ledger._all_entries
+    read_all, read = ledger._all_entries, RememberedEntries._events
 
     def counted(instance: dg.DagsterInstance, dataset: str) -> dict[str, tuple[int, ledger.LedgerVersion]]:
         seen.append(dataset)
-        return read(instance, dataset)
+        return read_all(instance, dataset)
+
+    def events(self: RememberedEntries, storage: SqlEventLogStorage, after: int, upto: int) -> list[ledger._Event]:
+        if not after:
+            seen.append(self._dataset)
+        return read(self, storage, after, upto)
 
     monkeypatch.setattr(ledger, "_all_entries", counted)
+    monkeypatch.setattr(RememberedEntries, "_events", events)
     return seen
 
 
@@ -58,7 +57,16 @@ def test_only_new_events_are_read_again(instance: dg.DagsterInstance, monkeypatc
     clock = Clock()
     remembered, anew = RememberedEntries("d", clock), ledger._all_entries
     seen = full_reads(monkeypatch)
-    assert remembered.read(instance) == {}
+    report_together(instance, [ours(KEYS[11], 1)])
+    with monkeypatch.context() as patch:  # an event comes while all are read
+        read = RememberedEntries._events
+
+        def beside(self: RememberedEntries, *asked: Any) -> list[ledger._Event]:
+            report_together(instance, [ours(KEYS[10], 1)])
+            return read(self, *asked)
+
+        patch.setattr(RememberedEntries, "_events", beside)
+        assert remembered.read(instance).keys() == {KEYS[11]}
     for number in range(40):
         report_together(instance, [ours(KEYS[number % 7], number), ours(KEYS[number % 5], 100 + number)])
         clock.forward(4)

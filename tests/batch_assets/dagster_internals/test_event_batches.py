@@ -3,16 +3,13 @@
 What `event_batches.py` leans on is private to Dagster: when it changes, these tests fail.
 """
 
-import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 
 import dagster as dg
 import pytest
 import sqlalchemy as sa
 from dagster._core.storage.event_log import SqliteEventLogStorage
 from dagster._core.storage.event_log.sql_event_log import SqlEventLogStorage
-from support.fleet_databases import postgres_url
 
 from batch_assets.catalog.ledger import DATA_VERSION_TAG
 from batch_assets.dagster_internals import event_batches
@@ -24,19 +21,11 @@ ROWS = dg.AssetKey(["d", "rows"])
 PARTITIONS = dg.StaticPartitionsDefinition(KEYS)
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.slow)])
-def instance(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[dg.DagsterInstance]:
+@pytest.fixture
+def instance(stored_instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch) -> Iterator[dg.DagsterInstance]:
     monkeypatch.delenv(event_batches.SIZE_VARIABLE, raising=False)
-    with contextlib.ExitStack() as stack:
-        storage = ""
-        if request.param == "postgres":
-            url = stack.enter_context(postgres_url(request.getfixturevalue("server")))
-            storage = f"storage: {{postgres: {{postgres_url: '{url}'}}}}"
-        (tmp_path / "dagster.yaml").write_text(storage)
-        yield stack.enter_context(dg.DagsterInstance.from_config(str(tmp_path)))
-        monkeypatch.delenv(event_batches.SIZE_VARIABLE, raising=False)
+    yield stored_instance
+    monkeypatch.delenv(event_batches.SIZE_VARIABLE, raising=False)
 
 
 def made(key: str) -> dg.AssetMaterialization:
