@@ -86,13 +86,15 @@ class Attempt:
         return sum(one.cpu for one in self.watch.processes.values())
 
     def kill(self) -> None:
-        """`kill -9` for all of them, until none is left."""
+        """`kill -9` for all of them, until none is found twice: one that begins another program has no environment."""
+        empty = 0
         for _ in range(100):
             found = [int(entry.name) for entry in Path("/proc").iterdir() if self._is_ours(entry)]
             for pid in found:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            if self.process.poll() is not None and not found:
+            empty = 0 if found or self.process.poll() is None else empty + 1
+            if empty == 2:
                 return
             time.sleep(0.05)
         raise SystemExit(f"processes of {self.process.args!r} outlive kill -9")
