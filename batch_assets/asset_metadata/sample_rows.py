@@ -64,7 +64,7 @@ def _plain_text(name: str, row: Mapping[str, Any]) -> str:
     if name == "output" and value is None:
         return f"no completion: {row['error']}"
     if name == PROMPT and isinstance(value, list):
-        return _said(value[-1]) if value else ""
+        return said(value[-1]) if value else ""
     return text_of(value)
 
 
@@ -130,7 +130,7 @@ def _cell(name: str, row: Mapping[str, Any]) -> str:
     return escaped(cut(text_of(value), LONG if name in ("output", PROMPT) else ID if name == "row_id" else SHORT))
 
 
-def _said(message: Mapping[str, Any]) -> str:
+def said(message: Mapping[str, Any]) -> str:
     """The text of a message; of one without a text the names of the tools that it calls."""
     calls = ", ".join(call["function"]["name"] for call in message.get("tool_calls") or ())
     return message["content"] or (f"calls {calls}" if calls else "")
@@ -142,7 +142,7 @@ def _messages(messages: Sequence[Mapping[str, Any]]) -> str:
     parts = []
     for number, message in enumerate(shown):
         length = LONG if number == len(shown) - 1 else SHORT
-        parts.append(f"**{escaped(message['role'])}** {escaped(cut(_said(message), length))}")
+        parts.append(f"**{escaped(message['role'])}** {escaped(cut(said(message), length))}")
     if len(shown) < len(messages):
         parts.insert(1, f"({len(messages) - len(shown)} more)")
     return " ".join(parts)

@@ -123,10 +123,14 @@ def export_key(dataset: str, export: str) -> dg.AssetKey:
     return dg.AssetKey([dataset, "exports", export])
 
 
-def batch_event(store: DatasetStore, footer: BatchFooter, snapshot: str) -> dg.AssetMaterialization:
-    """The ledger entry of a committed batch, made from its footer alone: reporting it again gives the same entry."""
+def batch_event(store: DatasetStore, footer: BatchFooter, snapshot: str, rows: str = "") -> dg.AssetMaterialization:
+    """The ledger entry of a committed batch, made from its footer alone: reporting it again gives the same entry.
+
+    `rows`: some of its rows as Markdown, which stand above all else; whoever reports it again has none.
+    """
     batch = BatchObject(footer.key, footer.data_version, footer.generation)
     metadata: dict[str, dg.MetadataValue] = {
+        **({"first_rows": dg.MetadataValue.md(rows)} if rows else {}),
         "dagster/partition_row_count": dg.MetadataValue.int(footer.rows),
         "rows": dg.MetadataValue.int(footer.rows),
         "ok": dg.MetadataValue.int(footer.ok),

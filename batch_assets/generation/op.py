@@ -13,6 +13,7 @@ from pathlib import Path
 import dagster as dg
 from pydantic import ValidationError
 
+from batch_assets.asset_metadata.batch_rows import ShownBatches
 from batch_assets.capacity_planning.workload_estimate import WorkloadEstimator
 from batch_assets.catalog import ledger
 from batch_assets.catalog.catalog_reader import Catalog
@@ -85,7 +86,8 @@ class LedgerEntries:
                 found.append(self.run.committed.get_nowait())
         if found:
             store, snapshot = self.run.store, self.run.manifest.snapshot
-            log_together(self.context, (ledger.batch_event(store, footer, snapshot) for footer in found))
+            events = (ledger.batch_event(store, one, snapshot, self.run.shown_rows(one.key)) for one in found)
+            log_together(self.context, events)
             self._next = time.monotonic() + REPORT_SECONDS
 
 
@@ -161,6 +163,7 @@ def _generate_range(
                 simulated=_is_simulation(context, spec, fleet, manifest),
                 neighbours=_neighbours(catalog, store.entries(manifest.snapshot), known),
                 gates=None if config.redrive else _gates(spec, manifest, plan),
+                shown=ShownBatches(manifest.batches) if spec.show_samples else None,
             )
             running.append(run)
             need = _requirement(context, spec, run, objective, WorkloadEstimator(spec, store, folder).look)

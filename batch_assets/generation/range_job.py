@@ -10,11 +10,12 @@ import logging
 import queue
 from collections.abc import Callable, Iterator, Sequence
 
+from batch_assets.asset_metadata.batch_rows import ShownBatches, batch_rows_markdown, shown_prompts
 from batch_assets.gates.quality_gates import GateTrip, QualityGates, marked_rows
 from batch_assets.generation.range_plan import RangePlan, RunIdentity, Work
 from batch_assets.worker.part_journal import PartJournal
 from gpu_runner.fleet_database.database import Claim, FleetDatabase, FleetDatabaseError
-from gpu_runner.rows import Outcome
+from gpu_runner.rows import Outcome, Row
 from resources.objects.opening import StoreError, self_test
 from resources.objects.store_health import StoreHealth, is_store_trouble
 from resources.store.dataset_store import BatchFooter, BatchObject, DatasetStore, SnapshotManifest
@@ -56,6 +57,7 @@ class RangeJob:
     footer of every batch that this run committed or found committed, for the ledger. `epoch`: of the lease that rows
     come from. `reused`: rows of each opened batch whose outcome was in an earlier object, of this dataset or another.
     `gates` look at every new outcome of a model; `trips` has those that have tripped, for whoever pauses the request.
+    `shown`: of which batches some rows are shown in the catalog; None: of none.
     """
 
     over = False  # what comes is always kept
@@ -72,6 +74,7 @@ class RangeJob:
         claims: RunClaims | None,
         health: StoreHealth,
         gates: QualityGates | None = None,
+        shown: ShownBatches | None = None,
     ) -> None:
         self.store, self.manifest, self.identity, self.health = store, manifest, identity, health
         self.task = manifest.settings().task
@@ -80,7 +83,9 @@ class RangeJob:
         self.claims, self._fence = claims, fence
         self.reports: queue.SimpleQueue[BatchFooter] = queue.SimpleQueue()
         self.reused: dict[str, int] = {}
-        self._gates = gates
+        self._gates, self._shown = gates, shown
+        self._prompts: dict[str, dict[str, str]] = {}
+        self._rows: dict[str, str] = {}
         self.trips: queue.SimpleQueue[GateTrip] = queue.SimpleQueue()
         self.epoch = 0
         self.failure: Exception | None = None  # why a batch cannot be committed, whatever is tried
@@ -129,7 +134,17 @@ class RangeJob:
         """Another run has committed this batch meanwhile: it is reported, and its rows are no work of ours."""
         self.rows -= work.entry.rows
         self._committed.add(work.entry.key)
+        self._prompts.pop(work.entry.key, None)
         self.reports.put(footer)
+
+    def opened(self, key: str, rows: Sequence[Row]) -> None:
+        """A batch is read: of those that may be shown the beginnings of some prompts are kept until it is committed."""
+        if self._shown is not None and self._shown.shows(key, failed=True):
+            self._prompts[key] = shown_prompts(rows)
+
+    def shown_rows(self, key: str) -> str:
+        """Rows of a committed batch as Markdown, once; empty where they are not shown."""
+        return self._rows.pop(key, "")
 
     def release_committed(self) -> None:
         """Give up the claims on committed batches; those of the last ones end with the run. Blocks."""
@@ -193,11 +208,18 @@ class RangeJob:
             reused=self.reused.get(key, 0),
             marked=marked_rows(outcomes),
         )
+        if (
+            self._shown is not None
+            and key in self._prompts
+            and self._shown.shows(key, failed=not all(outcome.ok for outcome in outcomes))
+        ):
+            self._rows[key] = batch_rows_markdown(self._prompts[key], outcomes)
         with self.writing():
             return self.store.commit(footer, outcomes, self.task)[0]
 
     def committed(self, footer: BatchFooter) -> None:
         """A batch is in the store."""
         self._committed.add(footer.key)
+        self._prompts.pop(footer.key, None)
         self.journal.forget(footer.key)
         self.reports.put(footer)

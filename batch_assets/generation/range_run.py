@@ -20,6 +20,7 @@ from dataclasses import replace
 from functools import partial
 
 from batch_assets import settings
+from batch_assets.asset_metadata.batch_rows import ShownBatches
 from batch_assets.gates.quality_gates import GateTrip, QualityGates
 from batch_assets.generation.range_job import RangeJob, RunClaims
 from batch_assets.generation.range_plan import Intent, RangePlan, RunIdentity, Work, mixed, plan_range, vector_length
@@ -216,6 +217,7 @@ class RangeSource:
             own = (one for one in outcomes if keys.get(one.row_id) == one.row_key)
             return {one.row_id: one for one in own if self._simulated in (None, one.origin.simulated)}
 
+        self._job.opened(work.entry.key, rows)
         elsewhere = {} if work.anew else self._reusable_outcomes(work.entry, rows)
         kept = of_this_batch(elsewhere.values()) | of_this_batch(self.kept(work))
         new = list(self._new_in_journal(work))
@@ -321,7 +323,7 @@ class RangeRun:
     All methods but `serve` may be called from any thread. `fence` and `claims`: see RangeJob. `reuse`: whose answers
     rows take, where the snapshot has some beside it. `simulated`: which known answers are taken, see RangeSource.
     `neighbours`: True where committed batches of the dataset are simulated, False where some are not: a table never has
-    both. `gates`: of its rows, see `tripped`.
+    both. `gates`: of its rows, see `tripped`. `shown`: of which batches rows are shown in the catalog.
     """
 
     def __init__(
@@ -341,6 +343,7 @@ class RangeRun:
         simulated: bool | None = None,
         neighbours: frozenset[bool] = frozenset(),
         gates: QualityGates | None = None,
+        shown: ShownBatches | None = None,
     ) -> None:
         self.store, self.manifest, self.identity = store, manifest, identity
         self.generation = manifest.settings()
@@ -349,7 +352,7 @@ class RangeRun:
         self._journal_seconds, self._neighbours = journal_seconds, neighbours
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="store")
         self._job = RangeJob(
-            store, manifest, plan, identity, fence=fence, claims=claims, health=self.health, gates=gates
+            store, manifest, plan, identity, fence=fence, claims=claims, health=self.health, gates=gates, shown=shown
         )
         self.source = RangeSource(self._job, reuse=reuse, simulated=simulated)
         self._worker = JobWorker[RangeJob](
@@ -374,6 +377,10 @@ class RangeRun:
     def failing(self, before: float) -> FailingRequests | None:
         """What every request meets, since `before` (by time.monotonic) or longer; None: one is answered."""
         return self._worker.failing(before)
+
+    def shown_rows(self, key: str) -> str:
+        """Some rows of a committed batch as Markdown, once; empty where they are not shown."""
+        return self._job.shown_rows(key)
 
     def tripped(self) -> GateTrip | None:
         """A gate that has tripped, each once."""

@@ -442,8 +442,8 @@ class GeneratedDatasetSpec(Strict):
     )
     show_samples: Flag = Field(
         default=True,
-        description="Show ten rows of the table in Dagster's UI, and three on its card. false: no event, log or tag "
-        "holds anything of a row.",
+        description="Show ten rows of the table and five of each batch in Dagster's UI, and three on its card. "
+        "false: no event, log or tag holds anything of a row.",
     )
     dedupe: Flag | None = Field(
         default=None, description="Ask each distinct prompt once. Default: on when the temperature is 0, off otherwise."

@@ -66,6 +66,7 @@ def test_a_range_run_writes_one_entry_per_batch_with_the_five_version_tags(
         assert tags["dagster/input_event_pointer/d/prompts"] == "NULL"
         assert (metadata["rows"], metadata["ok"], metadata["dead"]) == (BATCH, BATCH, 0)
         assert Path(metadata["object"]).exists()
+        assert f"| What is {10 * int(key)} plus" in metadata["first_rows"] and metadata["first_rows"].count("→") == 6
     assert ledger.ledger_versions(site.instance, "d").keys() == {"00001", "00002", "00003"}
     assert site.fleet_db.runs() == []
 
