@@ -401,16 +401,22 @@ def view(
     judged: Annotated[
         bool, typer.Option("--judged", help="The rows that the dataset judged, with their scores.")
     ] = False,
+    unfinished: Annotated[
+        bool, typer.Option("--unfinished", help="What is committed by now of a table that is being made.")
+    ] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0: any that is free.")] = 3002,
 ) -> None:
     """Look at rows in a browser: search, filter, histograms, whole conversations, two versions compared."""
     with user_errors():
-        if name is None and (version is not None or passed or judged):
-            raise CommandError("--version, --passed and --judged: expected with the NAME of a dataset")
+        if name is None and (version is not None or passed or judged or unfinished):
+            raise CommandError("--version, --passed, --judged and --unfinished: expected with the NAME of a dataset")
+        if unfinished and (version is not None or passed or judged):
+            raise CommandError("--unfinished: expected alone: a table that is being made has no version and no parts")
         from batch_assets.cli.dataset_commands.view import serve_view
         from batch_assets.table_access.opened_table import part_of
+        from batch_assets.viewer.unfinished_table import UNFINISHED
 
-        serve_view(name, version, port, part_of(passed=passed, judged=judged))
+        serve_view(name, version, port, UNFINISHED if unfinished else part_of(passed=passed, judged=judged))
 
 
 @app.command()

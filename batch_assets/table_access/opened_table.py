@@ -97,12 +97,17 @@ def part_of(*, passed: bool, judged: bool) -> str | None:
     return PASSED if passed else JUDGED if judged else None
 
 
+def check_name(name: str) -> None:
+    """Raise TableError for what is no name of a dataset."""
+    if not _NAME.fullmatch(name):
+        raise TableError(f"expected the name of a dataset (a-z, 0-9 and _), found {name[:80]!r}")
+
+
 def find_table(objects: Objects, name: str, version: str | None = None, part: str | None = None) -> PublishedTable:
     """What is known of the table, or of one that is made of it (`part`: PASSED or JUDGED); its files are all there, of
     their sizes. Raises TableError.
     """
-    if not _NAME.fullmatch(name):
-        raise TableError(f"expected the name of a dataset (a-z, 0-9 and _), found {name[:80]!r}")
+    check_name(name)
     if version is not None and not _VERSION.fullmatch(version):
         raise TableError(f"{name}: expected a version of 16 hex digits, found {version[:80]!r}")
     data = DatasetStore(objects, name)

@@ -32,6 +32,7 @@ from batch_assets.table_access.opened_table import TableError
 from batch_assets.viewer.row_query import MOST_COLUMNS, MOST_PAGE_ROWS, RowQuery
 from batch_assets.viewer.table_reader import Session, Stop, TableReader, TooSlow
 from batch_assets.viewer.tables import TableKey, Tables
+from batch_assets.viewer.unfinished_table import UNFINISHED
 from gpu_runner.errors import UserFacingError
 
 QUERIES_AT_ONCE, QUERIES_WAITING = 2, 64
@@ -67,11 +68,12 @@ class _Asked(BaseModel):
 
 
 class Place(_Asked):
-    """A version of a table; the newest without `version`. `part`: one that is made of the dataset's own."""
+    """A version of a table; the newest without `version`. `part`: one that is made of the dataset's own, or what there
+    is of the next one."""
 
     dataset: str = Field(pattern=r"^[a-z0-9][a-z0-9_]{0,62}$")
     version: str | None = Field(default=None, pattern=r"^[0-9a-f]{16}$")
-    part: Literal["passed", "judged"] | None = None
+    part: Literal["passed", "judged", "unfinished"] | None = None
 
     @property
     def key(self) -> TableKey:
@@ -205,12 +207,17 @@ class Viewer:
         return {"datasets": self._tables.datasets()}
 
     def _describe(self, asked: OfTable, stop: Stop) -> Any:
-        with self._tables.reader(asked.table.key) as reader, reader.session(stop) as session:
+        key, being_made = asked.table.key, None
+        if key.part == UNFINISHED:
+            key, being_made = self._tables.being_made(key, lambda: stop.asked)
+        with self._tables.reader(key) as reader, reader.session(stop) as session:
             pictured = reader.pictured(session)
             columns = [{"name": name, "kind": kind} for name, kind in reader.columns.items()]
-            said = {"dataset": asked.table.dataset, "part": asked.table.part, "version": reader.table.version}
-            versions = self._tables.versions(asked.table.dataset, asked.table.part)
-            return said | {"rows": reader.table.rows, "columns": columns, "pictured": pictured, "versions": versions}
+            said: dict[str, Any] = {"dataset": key.dataset, "part": key.part, "version": reader.table.version}
+            said |= {"rows": reader.table.rows, "columns": columns, "pictured": pictured}
+            if being_made is not None:
+                return said | {"versions": [], "being_made": asdict(being_made)}
+            return said | {"versions": self._tables.versions(asked.table.dataset, asked.table.part)}
 
     def _rows(self, asked: OfRows, stop: Stop) -> Any:
         with self._tables.reader(asked.table.key) as reader, reader.session(stop) as session:

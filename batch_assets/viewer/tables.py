@@ -1,11 +1,11 @@
-"""The published tables of a store, opened when the page asks for one; the ones that were asked for last stay open."""
+"""The tables of a store, published and being made, opened when the page asks for one; the last ones stay open."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ from typing import Any
 from batch_assets.publishing.derived_table import DerivedStore
 from batch_assets.publishing.published_table import published_table
 from batch_assets.spec.source import JUDGED, PASSED
-from batch_assets.table_access.opened_table import table
+from batch_assets.table_access.opened_table import Table, table
 from batch_assets.viewer.table_reader import Database, TableReader
+from batch_assets.viewer.unfinished_table import UNFINISHED, BeingMade, UnfinishedTable, is_unfinished
 from resources.objects.opening import CorruptObject, LocalObjects, open_objects
 from resources.store.dataset_store import DatasetStore
 
@@ -24,7 +25,8 @@ _MANIFEST = "/manifest.json"
 
 @dataclass(frozen=True, slots=True)
 class TableKey:
-    """A version of a dataset's table, or of one that is made of it (`part`: PASSED or JUDGED); None: the newest."""
+    """A version of a dataset's table, or of one that is made of it (`part`: PASSED or JUDGED), or what there is of one
+    that is being made (UNFINISHED); None: the newest."""
 
     dataset: str
     version: str | None
@@ -38,22 +40,26 @@ class Tables:
         """`folder` takes what DuckDB must spill. Raises StoreError."""
         self._root, self._names, self._objects = root, names, open_objects(root)
         below = [self._objects.uri("")] if isinstance(self._objects, LocalObjects) else []
-        self.database = Database(folder, below)
+        self._folder = folder / UNFINISHED
+        self.database = Database(folder, [*below, str(self._folder)])
+        self._unfinished: OrderedDict[str, UnfinishedTable] = OrderedDict()
         self._open: OrderedDict[TableKey, TableReader] = OrderedDict()
         self._used: dict[TableKey, int] = {}
         self._lock = threading.Lock()
 
     def datasets(self) -> list[dict[str, Any]]:
-        """Datasets that have a table, by name, and which are made of it: of the rows that pass, of the judged ones."""
+        """Datasets with something to look at, by name: whether there is a `table`, and which `parts` are made of it:
+        of the rows that pass, of the judged ones, and what there is of the next one."""
         found = []
         for name in sorted(self._names):
             store = DatasetStore(self._objects, name)
             with contextlib.suppress(CorruptObject):
-                if store.current_published() is not None:
-                    parts = [
-                        one for one in (PASSED, JUDGED) if DerivedStore(store, one).current_published() is not None
-                    ]
-                    found.append({"name": name, "parts": parts})
+                there = store.current_published() is not None
+                made = (PASSED, JUDGED) if there else ()
+                parts = [one for one in made if DerivedStore(store, one).current_published() is not None]
+                parts += [UNFINISHED] if is_unfinished(store) else []
+                if there or parts:
+                    found.append({"name": name, "table": there, "parts": parts})
         return found
 
     def versions(self, name: str, part: str | None) -> list[dict[str, Any]]:
@@ -70,13 +76,24 @@ class Tables:
                         found.append({"version": one.version, "rows": one.rows, "created_at": one.created_at})
         return sorted(found, key=lambda one: -one["created_at"])
 
+    def being_made(self, key: TableKey, stopped: Callable[[], bool]) -> tuple[TableKey, BeingMade]:
+        """What there is by now of a table that is being made: read what was committed since. Raises TableError."""
+        found, being_made = self._unfinished_table(key.dataset).look(stopped)
+        return TableKey(key.dataset, found.version, UNFINISHED), being_made
+
     @contextlib.contextmanager
     def reader(self, key: TableKey) -> Iterator[TableReader]:
         """The reader of a version, which is not closed while the body runs. Raises TableError."""
-        known = TableKey(key.dataset, key.version or self._newest(key), key.part)
+        opened: Table | None = None
+        if key.part == UNFINISHED:
+            unfinished = self._unfinished_table(key.dataset)
+            opened, _ = unfinished.known(key.version) or unfinished.look()
+            known = TableKey(key.dataset, opened.version, UNFINISHED)
+        else:
+            known = TableKey(key.dataset, key.version or self._newest(key), key.part)
         with self._lock:
             if known not in self._open:
-                opened = table(
+                opened = opened or table(
                     known.dataset,
                     known.version,
                     passed=known.part == PASSED,
@@ -97,6 +114,16 @@ class Tables:
     def close(self) -> None:
         """Close all of them."""
         self.database.close()
+
+    def _unfinished_table(self, name: str) -> UnfinishedTable:
+        with self._lock:
+            if name not in self._unfinished:
+                self._unfinished[name] = UnfinishedTable(DatasetStore(self._objects, name), self._folder / name)
+            self._unfinished.move_to_end(name)
+            while len(self._unfinished) > MOST_OPEN:
+                _, forgotten = self._unfinished.popitem(last=False)
+                forgotten.forget()
+            return self._unfinished[name]
 
     def _newest(self, key: TableKey) -> str | None:
         return self._store(key.dataset, key.part).current_published()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from support.snapshots import SourceRow, commit, write_snapshot
+from support.snapshots import SourceRow, commit, questions, write_snapshot
 
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.publish import publish
@@ -35,6 +36,24 @@ SCRIPTS = (
 COLUMN = "<img src=x onerror=document.title='stolen'>"
 
 
+@contextlib.contextmanager
+def viewed(folder: Path, dataset: str) -> Iterator[Page]:
+    """The page of a dataset of the store in `folder`, as `batch-assets view` names it."""
+    (folder / "defs").mkdir()
+    own = {"BATCH_ASSETS_STORE": str(folder / "store"), "BATCH_ASSETS_DEFS": str(folder / "defs")}
+    command = [sys.executable, "-m", "batch_assets.cli.main", "view", dataset, "--port", "0"]
+    environment = os.environ | own | {"DAGSTER_HOME": str(folder / "home")}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().split()[1]
+            with browser(url, dataset, folder) as opened:
+                opened.page.goto(url)
+                yield opened.page
+        finally:
+            process.terminate()
+
+
 @pytest.fixture
 def page(tmp_path: Path) -> Iterator[Page]:
     """The page of a dataset whose prompts, ids and a column's name and values are scripts; rows 3 and 70 are dead."""
@@ -47,19 +66,8 @@ def page(tmp_path: Path) -> Iterator[Page]:
         manifest = write_snapshot(store, rows)
         commit(store, manifest, dead=[rows[3].row_id, rows[70].row_id])
         publish(store, manifest, card=Card(), now=now, workdir=tmp_path)
-    (tmp_path / "defs").mkdir()
-    own = {"BATCH_ASSETS_STORE": str(tmp_path / "store"), "BATCH_ASSETS_DEFS": str(tmp_path / "defs")}
-    command = [sys.executable, "-m", "batch_assets.cli.main", "view", "hostile", "--port", "0"]
-    environment = os.environ | own | {"DAGSTER_HOME": str(tmp_path / "home")}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            url = process.stdout.readline().split()[1]
-            with browser(url, "hostile", tmp_path) as opened:
-                opened.page.goto(url)
-                yield opened.page
-        finally:
-            process.terminate()
+    with viewed(tmp_path, "hostile") as opened:
+        yield opened
 
 
 def says(page: Page, words: str) -> None:
@@ -173,3 +181,20 @@ def contrast(one: list[float], other: list[float]) -> float:
     """Contrast ratio of WCAG 2.2."""
     low, high = sorted((luminance(one), luminance(other)))
     return (high + 0.05) / (low + 0.05)
+
+
+def test_a_table_that_is_being_made_shows_more_when_the_page_is_loaded_again(tmp_path: Path) -> None:
+    store = DatasetStore(open_objects(str(tmp_path / "store")), "growing")
+    manifest = write_snapshot(store, questions(100))
+    commit(store, manifest, keys=["00000", "00001"])
+    with viewed(tmp_path, "growing") as page:
+        says(page, "^20 of 20 rows")
+        assert "20 of 100 rows, being made" in page.locator("#making").inner_text()
+        page.locator("tbody tr").nth(12).click()
+        page.locator("#detail h2").filter(has_text="Row id-000012").wait_for()
+        commit(store, manifest, keys=["00002"])
+        page.reload()
+        says(page, "^30 of 30 rows")
+        assert "30 of 100 rows, being made" in page.locator("#making").inner_text()
+        page.locator("#detail h2").filter(has_text="Row id-000012").wait_for()
+        assert page.locator("#version").is_disabled()

@@ -84,9 +84,20 @@ async function openTable(table, view = {}) {
   if (Number.isInteger(view.line)) await openRow(view.line);
 }
 
+// What there is of a table that is being made; the page is loaded again for what came since.
+function madeSoFar({committed, rows, every, unreadable}) {
+  const parts = [`${number(committed)} of ${number(rows)} rows, being made; load the page again for more`];
+  if (every > 1) parts.push(`one batch of ${number(every)} is shown`);
+  if (unreadable) parts.push(`${number(unreadable)} batches cannot be read: batch-assets verify names them`);
+  return `${parts.join(". ")}.`;
+}
+
 function fillChoices() {
-  const {versions, columns} = state.about;
+  const {versions, columns, being_made: making} = state.about;
+  at("making").hidden = !making;
+  if (making) at("making").textContent = madeSoFar(making);
   const named = one => `${one.version.slice(0, 8)}, ${time(one.created_at).slice(0, 16)}, ${number(one.rows)} rows`;
+  at("version").disabled = Boolean(making);
   at("version").replaceChildren(...versions.map(one => new Option(named(one), one.version)));
   at("version").value = state.table.version;
   const others = versions.filter(one => one.version !== state.table.version);
@@ -446,11 +457,13 @@ attempt(async () => {
   const {datasets} = await json("tables", "tables", {});
   const name = asked.get("dataset"), made = asked.get("part");
   const wanted = name ? `${name}${made ? `/${made}` : ""}` : null;
-  const choices = datasets.flatMap(one => [one.name, ...one.parts.map(part => `${one.name}/${part}`)]);
+  const choices = datasets.flatMap(one => [...(one.table ? [one.name] : []), ...one.parts.map(part => `${one.name}/${part}`)]);
   if (wanted && !choices.includes(wanted)) choices.push(wanted);
-  at("dataset").replaceChildren(...choices.map(one => new Option(one.replace("/", ", "), one)));
-  if (!choices.length) { say("No dataset has a table yet: batch-assets run NAME makes one", true); return; }
+  at("dataset").replaceChildren(...choices.map(one => new Option(one.replace("/", ", ").replace(", unfinished", ", being made"), one)));
+  if (!choices.length) { say("No dataset has rows yet: batch-assets run NAME makes some", true); return; }
   at("dataset").value = wanted ?? choices[0];
   const [dataset, part = null] = at("dataset").value.split("/");
-  await openTable({dataset, version: asked.get("version"), part}, view);
+  // Of a table that is being made the page shows what there is now, not what there was.
+  const version = part === "unfinished" ? null : asked.get("version");
+  await openTable({dataset, version, part}, view);
 });

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.snapshots import SourceRow, commit, questions, write_snapshot
+from support.viewer_page import ViewerPage
 
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.publish import publish
@@ -44,55 +45,26 @@ def published(objects: Objects, workdir: Path, rows: list[SourceRow], now: float
     return publish(store, manifest, card=Card(), now=now, workdir=workdir, part_rows=15).version
 
 
-class Page:
-    """What the page asks, without a browser."""
-
-    def __init__(self, tables: Tables, folder: Path) -> None:
-        self._app = Viewer(tables, folder).app()
-        self.table: dict[str, Any] = {"dataset": "sums"}
-
-    def ask(self, path: str, **body: Any) -> httpx.Response:
-        async def answer() -> httpx.Response:
-            transport = httpx.ASGITransport(self._app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://viewer") as client:
-                return await client.post(f"/api/{path}", json=body)
-
-        return asyncio.run(answer())
-
-    def __call__(self, path: str, **body: Any) -> Any:
-        answer = self.ask(path, table=self.table, **body)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    def ids(self, first: int = 0, rows: int = 50, **query: Any) -> list[str]:
-        found = self("rows", query=query, columns=["row_id"], first=first, rows=rows)
-        return [row_id for _, row_id in found["rows"]]
-
-    def bars(self, column: str, **query: Any) -> dict[Any, int]:
-        histogram = self("histogram", query=query, column=column)["histogram"]
-        return {bar["value"] if bar["low"] is None else bar["low"]: bar["count"] for bar in histogram["bars"]}
-
-
 @pytest.fixture
-def page(any_objects: Objects, tmp_path: Path) -> Iterator[Page]:
+def page(any_objects: Objects, tmp_path: Path) -> Iterator[ViewerPage]:
     published(any_objects, tmp_path, questions(ROWS))
     tables = Tables(any_objects.root, ["sums", "never_made"], tmp_path)
-    yield Page(tables, tmp_path)
+    yield ViewerPage(tables, tmp_path)
     tables.close()
 
 
 @pytest.fixture
-def local(local_objects: Objects, tmp_path: Path) -> Iterator[Page]:
+def local(local_objects: Objects, tmp_path: Path) -> Iterator[ViewerPage]:
     rows = [*questions(ROWS), SourceRow("evil", EVIL, {"topic": EVIL, "level": 0})]
     published(local_objects, tmp_path, rows)
     tables = Tables(local_objects.root, ["sums"], tmp_path)
-    yield Page(tables, tmp_path)
+    yield ViewerPage(tables, tmp_path)
     tables.close()
 
 
-def test_pages_sorts_filters_and_searches_find_the_lines_of_the_table(page: Page) -> None:
+def test_pages_sorts_filters_and_searches_find_the_lines_of_the_table(page: ViewerPage) -> None:
     all_ids = [f"id-{i:06d}" for i in range(ROWS)]
-    assert page.ask("tables").json() == {"datasets": [{"name": "sums", "parts": []}]}
+    assert page.ask("tables").json() == {"datasets": [{"name": "sums", "table": True, "parts": []}]}
     about = page("table")
     assert (about["rows"], len(about["versions"])) == (ROWS, 1)
     assert page.ids() == all_ids
@@ -111,7 +83,7 @@ def test_pages_sorts_filters_and_searches_find_the_lines_of_the_table(page: Page
     assert page.ids(search="plus", conditions=[level, topic]) == both
 
 
-def test_histograms_count_what_is_found_whatever_is_chosen_in_themselves(page: Page) -> None:
+def test_histograms_count_what_is_found_whatever_is_chosen_in_themselves(page: ViewerPage) -> None:
     assert set(page("table")["pictured"]) >= {"topic", "level", "finish_reason", "error", "completion_tokens"}
     assert page.bars("topic") == {"topic 0": 14, "topic 1": 13, "topic 2": 13}
     assert page.bars("level") == dict.fromkeys(map(float, range(5)), 8)
@@ -123,7 +95,7 @@ def test_histograms_count_what_is_found_whatever_is_chosen_in_themselves(page: P
     assert page("histogram", column="output")["histogram"] is None
 
 
-def test_a_row_is_shown_whole_with_the_other_answers_to_its_prompt(page: Page) -> None:
+def test_a_row_is_shown_whole_with_the_other_answers_to_its_prompt(page: ViewerPage) -> None:
     row = page("row", line=3)["row"]
     assert (row["row_id"], row["output"], row["error"]) == ("id-000003", None, "prompt_too_long")
     assert row["error_message"].startswith("the prompt has 9000 tokens")
@@ -135,7 +107,7 @@ def test_a_row_is_shown_whole_with_the_other_answers_to_its_prompt(page: Page) -
 def test_answers_to_the_same_prompt_stand_side_by_side(local_objects: Objects, tmp_path: Path) -> None:
     rows = [SourceRow(f"id-{i}", f"What is {i // 3}?", {"sample_index": i % 3}) for i in range(9)]
     published(local_objects, tmp_path, rows)
-    found = Page(Tables(local_objects.root, [], tmp_path), tmp_path)("samples", line=4)["samples"]
+    found = ViewerPage(Tables(local_objects.root, [], tmp_path), tmp_path)("samples", line=4)["samples"]
     assert [(one["line"], one["sample_index"]) for one in found] == [(3, 0), (4, 1), (5, 2)]
 
 
@@ -144,7 +116,7 @@ def test_two_versions_differ_in_what_was_added_removed_and_changed(any_objects: 
     older = published(any_objects, tmp_path, rows, now=1.0)
     changed = SourceRow("id-000007", "What is seven?", rows[7].keep)
     newer = published(any_objects, tmp_path, [*rows[1:7], changed, *rows[8:], *questions(1, start=90)], now=2.0)
-    page = Page(Tables(any_objects.root, ["sums"], tmp_path), tmp_path)
+    page = ViewerPage(Tables(any_objects.root, ["sums"], tmp_path), tmp_path)
     page.table["version"] = older
     found = page("differences", newer={"dataset": "sums", "version": newer})
     counts = {one: [row for row in found["rows"] if row["change"] == one] for one in ("added", "removed", "changed")}
@@ -158,7 +130,7 @@ def test_two_versions_differ_in_what_was_added_removed_and_changed(any_objects: 
     assert [(row["change"], row["after"]) for row in only["rows"]] == [("removed", None)]
 
 
-def test_a_selection_is_saved_as_lines_of_the_table(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_selection_is_saved_as_lines_of_the_table(page: ViewerPage, monkeypatch: pytest.MonkeyPatch) -> None:
     query = {"conditions": [{"column": "level", "values": [4]}], "sort": "row_id", "descending": True}
     answer = page.ask("export", table=page.table, query=query, form="jsonl")
     lines = [json.loads(line) for line in answer.text.splitlines()]
@@ -172,7 +144,7 @@ def test_a_selection_is_saved_as_lines_of_the_table(page: Page, monkeypatch: pyt
     assert (answer.headers["x-rows"], answer.headers["x-whole"]) == ("10", "false")
 
 
-def test_an_empty_selection_is_saved_too(local: Page) -> None:
+def test_an_empty_selection_is_saved_too(local: ViewerPage) -> None:
     query = {"search": "nobody wrote this"}
     assert local.ask("export", table=local.table, query=query, form="jsonl").content == b""
     saved = pq.read_table(io.BytesIO(local.ask("export", table=local.table, query=query, form="parquet").content))
@@ -182,7 +154,7 @@ def test_an_empty_selection_is_saved_too(local: Page) -> None:
 @pytest.mark.parametrize(
     "text", [EVIL, "'", '"', ".*", "(", "[", "\\", "%", "a{3", "é", "日本", "\n", "x" * 200, "$1", "?", "\\x{41}"]
 )
-def test_what_a_user_wrote_is_only_ever_text(local: Page, text: str) -> None:
+def test_what_a_user_wrote_is_only_ever_text(local: ViewerPage, text: str) -> None:
     evil = [ROWS] if text in EVIL and text != "x" * 200 else []
     found = local("rows", query={"search": text}, columns=["row_id"])["rows"]
     assert [line for line, _ in found if line == ROWS] == evil
@@ -217,7 +189,7 @@ def test_what_a_user_wrote_is_only_ever_text(local: Page, text: str) -> None:
         ("rows", {}, 400),
     ],
 )
-def test_a_wrong_request_is_answered_in_words(local: Page, path: str, body: dict[str, Any], status: int) -> None:
+def test_a_wrong_request_is_answered_in_words(local: ViewerPage, path: str, body: dict[str, Any], status: int) -> None:
     answer = local.ask(path, **body)
     assert (answer.status_code, bool(answer.json()["error"])) == (status, True)
 
@@ -235,7 +207,9 @@ def test_nothing_but_the_tables_can_be_read_by_the_database(local_objects: Objec
     tables.close()
 
 
-def test_a_query_that_takes_too_long_is_stopped(local: Page, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_query_that_takes_too_long_is_stopped(
+    local: ViewerPage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     stop = Stop()
     stop()
     store = open_objects(str(tmp_path / "store"))
@@ -246,11 +220,11 @@ def test_a_query_that_takes_too_long_is_stopped(local: Page, monkeypatch: pytest
     monkeypatch.setattr("batch_assets.viewer.table_reader.search_sql", _forever)
     monkeypatch.setattr(app, "QUERY_SECONDS", 0.2)
     tables = Tables(store.root, ["sums"], tmp_path)
-    slow = Page(tables, tmp_path)
+    slow = ViewerPage(tables, tmp_path)
     answer = slow.ask("rows", table=slow.table, query={"search": "x"}, columns=["row_id"])
     assert (answer.status_code, "took too long" in answer.text) == (503, True)
     monkeypatch.setattr(app, "QUERY_SECONDS", 60.0)
-    assert Page(tables, tmp_path).ids() != []
+    assert ViewerPage(tables, tmp_path).ids() != []
     tables.close()
 
 
@@ -296,9 +270,9 @@ def test_bins_hold_every_value(low: float, span: float, share: float, whole: boo
         return
     bins = Bins.of(low, high, low + share * span, whole=whole)
     assert bins.width > 0 and 1 <= bins.count <= 27
-    assert bins.edges(0)[0] <= low + 1e-6 * max(1.0, abs(low))
+    assert bins.edges(0)[0] <= low + 1e-6 * max(1.0, abs(low)) + 1e-8 * bins.width
     last = bins.edges(bins.count - 1)[1]
-    assert last is None or last >= high - 1e-6 * max(1.0, abs(high))
+    assert last is None or last >= high - 1e-6 * max(1.0, abs(high)) - 1e-8 * bins.width
 
 
 @given(st.text(max_size=30))
@@ -308,7 +282,7 @@ def test_a_pattern_finds_its_own_text(text: str) -> None:
     assert found
 
 
-def test_the_page_and_its_answers_stand_behind_the_guard(local: Page, tmp_path: Path) -> None:
+def test_the_page_and_its_answers_stand_behind_the_guard(local: ViewerPage, tmp_path: Path) -> None:
     """Another host name, a page of another site, and who has no cookie get nothing; the page sets the cookie."""
     store = open_objects(str(tmp_path / "store"))
     served = guarded(Viewer(Tables(store.root, ["sums"], tmp_path), tmp_path).app(), tmp_path, 3002)
