@@ -2,11 +2,11 @@
 
     python benchmarks/gates.py [--worlds 480] [--rows 10000] [--in-flight 256] [--seed 1] [--json FILE]
 
-Half of the worlds turn bad at row 500, by one of six ways, in 75 to 100 % of the rows from then on (90 to 100 % where
+Half of the worlds turn bad at row 500, by one of eight ways, in 75 to 100 % of the rows from then on (90 to 100 % where
 they repeat an output). The others are good: up to 40 % of their rows are bad by one way, or 50 in a row are; or their
-answers are alike or short. Outcomes are given to the gates that a run has by default, in the order in which rows end:
-each is taken at random from those in flight. What is paid for a bad world are the rows until its gate trips and those
-in flight then.
+answers are alike or short. Outcomes are given to the gates that a run has by default and to those of the language and
+of the schema, in the order in which rows end: each is taken at random from those in flight. What is paid for a bad
+world are the rows until its gate trips and those in flight then.
 """
 
 from __future__ import annotations
@@ -23,27 +23,42 @@ from pathlib import Path
 
 from batch_assets.gates.quality_gates import QualityGates
 from batch_assets.generation.op import bounds_of
-from batch_assets.spec.gates import GatesSpec
+from batch_assets.spec.gates import GatesSpec, LanguageSpec
 from gpu_runner.rows import Origin, Outcome
 
 TURN = 500
 ORIGIN = Origin("model", "engine", "provider", "instance", False, "run")
 WORDS = "river stone lamp green quick market letter window paper cloud silver garden north bread".split()  # noqa: SIM905
+GERMAN = "Fluss Stein Lampe grün schnell Markt Brief Fenster Papier Wolke Silber Garten Norden Brot".split()  # noqa: SIM905
 LONG = "This sentence is the answer to every question, whatever it was, and it is long enough to be remembered as such."
 
 Make = Callable[[int, random.Random], Outcome]
 
 
-def outcome(number: int, output: str | None, finish_reason: str = "stop") -> Outcome:
+def outcome(number: int, output: str | None, finish_reason: str = "stop", error: str = "timeout") -> Outcome:
     dead = output is None
-    error = "invalid_output" if dead else None
     return Outcome(
-        f"row-{number}", "key", output, None if dead else finish_reason, 60, 40, 1, error, None, ORIGIN, 0.0, 0.5
+        f"row-{number}",
+        "key",
+        output,
+        None if dead else finish_reason,
+        60,
+        40,
+        1,
+        error if dead else None,
+        None,
+        ORIGIN,
+        0.0,
+        0.5,
     )
 
 
 def text(rng: random.Random) -> str:
     return " ".join(rng.choice(WORDS) for _ in range(rng.randint(5, 60)))
+
+
+def german(rng: random.Random) -> str:
+    return "Das ist die Antwort auf diese Frage, und sie handelt von " + " und ".join(rng.choices(GERMAN, k=12)) + "."
 
 
 BAD: dict[str, Make] = {
@@ -52,11 +67,16 @@ BAD: dict[str, Make] = {
     "cut": lambda number, rng: outcome(number, text(rng), "length"),
     "refused": lambda number, rng: outcome(number, "I'm sorry, but I can't help with that. " + text(rng)),
     "refused in German": lambda number, rng: outcome(number, "Es tut mir leid, ich kann dabei nicht helfen."),
+    "invalid": lambda number, rng: outcome(number, None, error="schema_invalid"),
+    "in German": lambda number, rng: outcome(number, german(rng)),
     "repeated": lambda number, rng: outcome(number, LONG),
 }
 GOOD: dict[str, Make] = {
     "texts": lambda number, rng: outcome(number, text(rng)),
     "labels": lambda number, rng: outcome(number, rng.choice(["yes", "no"])),
+    "code": lambda number, rng: outcome(
+        number, f"def {rng.choice(WORDS)}_{number}(a, b):\n    return [a, b, {number}]\n"
+    ),
     "templates": lambda number, rng: outcome(number, f"{LONG} Number {number}: {rng.choice(WORDS)}."),
     "apologies in stories": lambda number, rng: outcome(number, f"“I'm sorry, but I can't help you,” said {text(rng)}"),
 }
@@ -84,6 +104,9 @@ def in_order_of_ends(outcomes: list[Outcome], in_flight: int, rng: random.Random
     yield from flying
 
 
+SPEC = GatesSpec(language=LanguageSpec(allowed=["en"]), max_invalid_rate=0.5)
+
+
 def world(number: int, rows: int, in_flight: int, seed: int) -> World:
     rng = random.Random(f"{seed}/{number}")
     good, kind = number % 2 == 1, list(BAD)[number // 2 % len(BAD)]
@@ -94,7 +117,7 @@ def world(number: int, rows: int, in_flight: int, seed: int) -> World:
     end = turn + 50 if burst else rows
     rate = 1.0 if burst else rate
     outcomes = [(BAD[kind] if turn <= row < end and rng.random() < rate else usual)(row, rng) for row in range(rows)]
-    gates = QualityGates(bounds_of(GatesSpec(), rows, rows), max_tokens=400)
+    gates = QualityGates(bounds_of(SPEC, rows, rows), max_tokens=400)
     began = time.process_time()
     for ended, one in enumerate(in_order_of_ends(outcomes, in_flight, rng), 1):
         if trips := gates.note(one):

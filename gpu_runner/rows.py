@@ -22,6 +22,8 @@ OnTruncated = Literal["retry_longer", "dead"]
 LONGER_ANSWER = 4  # times its token limit: what a row whose answer was cut is asked for at most, where nothing is said
 SIMULATED = "simulated"  # behind the name of a model, or in that of an engine: its answers are no model's
 Output = str | tuple[float, ...]
+# Codes of dead letters: an output that misses its JSON schema, or that is none of the choices or misses its pattern.
+SCHEMA_INVALID, OUTPUT_INVALID = "schema_invalid", "output_invalid"
 
 # Request fields that limit the tokens of an answer: OpenAI's two, SGLang's, that of OpenAI's responses, llama.cpp's.
 TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "max_new_tokens", "max_output_tokens", "n_predict")

@@ -162,7 +162,8 @@ def batch_event(store: DatasetStore, footer: BatchFooter, snapshot: str, rows: s
 def _rates(footer: BatchFooter) -> dict[str, dg.MetadataValue]:
     """Of rows that are bad, for Dagster's plots. Batches of an earlier version have those without an answer only."""
     counts = {"dead": footer.dead, **dict.fromkeys(("empty", "cut", "refused"), 0), **footer.marked}
-    return {f"{name}_rate": dg.MetadataValue.float(round(count / footer.rows, 6)) for name, count in counts.items()}
+    rates = {name: count / footer.looked_at.get(name, footer.rows) for name, count in counts.items()}
+    return {f"{name}_rate": dg.MetadataValue.float(round(rate, 6)) for name, rate in rates.items()}
 
 
 def empty_event(dataset: str, key: str, snapshot: str) -> dg.AssetMaterialization:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from batch_assets.filtering.text_marks import needs, texts_of, words_of
+from batch_assets.filtering.text_marks import texts_of
+from batch_assets.gates.text_features import needs, words_of
 from batch_assets.spec.row_rules import DuplicatesRule, NearDuplicatesRule
 from resources.store.row_condition import BadCondition
 

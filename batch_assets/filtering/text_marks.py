@@ -9,11 +9,11 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batch_assets.gates.refusals import is_refusal
+from batch_assets.gates.text_features import language_of, words_of
 from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.snapshot.source.files import find_files
 from batch_assets.snapshot.source.reader import read_source
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 MOST_PASSAGES = 5_000_000  # of evaluation sets: 500 MB of memory
 SHORTEST_PASSAGE = 5  # words of an evaluation text that is shorter than a passage
-# Chinese, Japanese and Korean write no spaces between words: there each character is one.
-_WORDS = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+")
 _PERSONAL: dict[PersonalData, str] = {
     "email": r"[A-Za-z0-9._%+-]{1,64}@[A-Za-z0-9-]{1,63}(?:\.[A-Za-z0-9-]{1,63})*\.[A-Za-z]{2,24}\b",
     "phone": r"(?:\+|\b00)[1-9](?:[ ()./-]{0,2}[0-9]){7,13}\b",
@@ -61,11 +59,6 @@ def texts_of(rows: pl.DataFrame, column: str) -> pl.Series:
     if found.dtype.is_nested():
         raise BadCondition(f"expected a column of texts, found {column} of type {found.dtype}")
     return found.cast(pl.String)
-
-
-def words_of(text: str) -> list[str]:
-    """Words in lower case, without signs."""
-    return _WORDS.findall(text.lower())
 
 
 @dataclass(frozen=True)
@@ -143,25 +136,9 @@ class LanguageMark:
     def flagged(self, rows: pl.DataFrame) -> pl.Series:
         import polars as pl
 
-        language = _identifier()
         allowed, least = set(self.rule.allowed), self.rule.min_characters
         texts = texts_of(rows, self.rule.column).fill_null("")
-        return pl.Series([len(one) >= least and language(one) not in allowed for one in texts], dtype=pl.Boolean)
-
-
-@cache
-def _identifier() -> Callable[[str], str]:
-    try:
-        from py3langid import classify
-    except ImportError:
-        raise BadCondition(needs("py3langid")) from None
-
-    return lambda text: str(classify(text)[0])
-
-
-def needs(package: str) -> str:
-    """What to do where a package of the extra is not there."""
-    return f"expected the package {package}, found none; `pip install 'batch-assets[filters]'` brings it"
+        return pl.Series([len(one) >= least and language_of(one) not in allowed for one in texts], dtype=pl.Boolean)
 
 
 @dataclass(frozen=True)

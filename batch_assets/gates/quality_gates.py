@@ -5,7 +5,8 @@ is several sequential probability ratio tests (Wald, 1945) of the bound against 
 it speaks for the bound (Page, Continuous inspection schemes, Biometrika 41, 1954). By the bound on such sums (Lorden,
 1971; Shin, Ramdas and Rinaldo, E-detectors, 2024, theorem 2.4) a dataset whose rate never passes the bound has at most
 one false alarm in RUN_LENGTH rows, on average. Rows of one place of a source may be alike, so a gate trips only on a
-stretch of at least `least_rows` rows.
+stretch of at least `least_rows` rows. A gate that takes much time looks at one row in ONE_IN, by its id, while all of
+its tests stand at their beginning: which rows are looked at depends on earlier ones only, so the bound holds for them.
 
 A mean of values between 0 and 1 is tested in the same way. The factor of a value x, x q/p + (1 - x) (1 - q)/(1 - p) for
 a bound p and a higher mean q, is 1 + (x - p) (q - p) / (p (1 - p)): at most 1 on average where the mean is at most p,
@@ -16,7 +17,8 @@ of bounded random variables by betting, 2024; as an e-detector in Shin, Ramdas a
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+import zlib
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +26,10 @@ from typing import Any
 import orjson
 
 from batch_assets.gates.refusals import is_refusal
+from batch_assets.gates.text_features import check_languages, is_in_other_language
 from gpu_runner.client.json_schemas.column_types import Misfit, column_types, fitted_row
 from gpu_runner.client.json_schemas.schema_limits import SchemaProblem
-from gpu_runner.rows import Outcome
+from gpu_runner.rows import OUTPUT_INVALID, SCHEMA_INVALID, Outcome
 from resources.store.row_condition import BadCondition, SqlCondition
 
 RUN_LENGTH = 1e8  # rows of a dataset at its bound, on average, until a false alarm
@@ -36,6 +39,10 @@ JUDGE_SCORE = "judge_score"
 SHORT_LIMIT = 32  # tokens: a limit up to here is meant to cut
 REMEMBERED, LONG_TEXT = 5_000, 80  # outputs that a repetition is looked for in; letters, below which none counts
 COMPARED = 2_000  # letters of an output
+LANGUAGE_LETTERS = 400  # from an output's beginning
+ONE_IN = 4  # rows that a costly gate looks at while nothing speaks against the rows before
+COUNTED_ROWS = 20_000  # of open batches
+_COUNTED = ("invalid", "repeated", "length", "wrong_language")  # what is known of a row only while it comes
 RULE_ROWS = 64
 RULE_COLUMNS = ("row_id", "output", "finish_reason", "error", "prompt_tokens", "completion_tokens", "tries", "seconds")
 
@@ -119,25 +126,73 @@ class RateDetector:
         self._quiet = not any(self._scores)
         return found
 
+    @property
+    def quiet(self) -> bool:
+        """Nothing speaks against the bound."""
+        return self._quiet
+
     def _between(self, number: int, value: float) -> float:
         return math.log1p(self._stakes[number] * (value - self._bound))
 
 
 class _Gate:
+    """`costly`: its mark takes much time. Once it has tripped, it only counts."""
+
     def __init__(
-        self, name: str, what: str, bound: float, least_rows: int, scale: tuple[float, float] | None = None
+        self,
+        name: str,
+        what: str,
+        bound: float,
+        least_rows: int,
+        scale: tuple[float, float] | None = None,
+        *,
+        costly: bool = False,
     ) -> None:
-        self.name, self._what, self._bound, self._scale = name, what, bound, scale
+        self.name, self._what, self._bound, self._scale, self._costly = name, what, bound, scale, costly
         self._detector = RateDetector(bound, least_rows)
         self._marked: deque[str] = deque(maxlen=NAMED_ROWS)
+        self._tripped = False
+
+    def looks_at(self, row_id: str) -> bool:
+        if not self._costly or not (self._tripped or self._detector.quiet):
+            return True
+        return zlib.crc32(row_id.encode()) % ONE_IN == 0
 
     def add(self, row_id: str, marked: float) -> GateTrip | None:
+        if self._tripped:
+            return None
         if marked > self._bound:
             self._marked.append(row_id)
         stretch = self._detector.add(marked)
         if stretch is None:
             return None
+        self._tripped = True
         return GateTrip(self.name, self._what, stretch, self._bound, tuple(self._marked), self._scale)
+
+
+class _Counts:
+    """Which rows gates have looked at and marked, of the last COUNTED_ROWS: two bits a gate and row. Written by one
+    thread, read by others."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, int] = {}
+        self._places: dict[str, int] = {}
+
+    def add(self, gate: str, row_id: str, marked: bool) -> None:
+        place = self._places.setdefault(gate, len(self._places))
+        found = self._rows.get(row_id)
+        if found is None and len(self._rows) >= COUNTED_ROWS:
+            del self._rows[next(iter(self._rows))]
+        self._rows[row_id] = (found or 0) | (1 + 2 * marked) << 2 * place
+
+    def of(self, row_ids: Sequence[str]) -> tuple[dict[str, int], dict[str, int]]:
+        bits = Counter(self._rows.get(row_id, 0) for row_id in row_ids)
+        looked_at, marked = {}, {}
+        for name, place in list(self._places.items()):
+            if rows := sum(count for found, count in bits.items() if found >> 2 * place & 1):
+                looked_at[name] = rows
+                marked[name] = sum(count for found, count in bits.items() if found >> 2 * place & 2)
+        return marked, looked_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,16 +218,20 @@ class ScoreBound:
 class GateBounds:
     """Most of the rows that each gate may mark; None: it is off. `letters`: the fewest and the most of an output.
 
-    `phrases`: with which a refusal begins, besides those that are known. `least_rows`: of a stretch that trips a gate.
+    `languages`: of outputs, by ISO 639-1. `phrases`: with which a refusal begins, besides those that are known.
+    `least_rows`: of a stretch that trips a gate.
     """
 
     dead: float | None = None
+    invalid: float | None = None
     empty: float | None = None
     cut: float | None = None
     refused: float | None = None
     repeated: float | None = None
     length: float | None = None
+    wrong_language: float | None = None
     letters: tuple[int, int | None] = (0, None)
+    languages: tuple[str, ...] = ()
     phrases: tuple[str, ...] = ()
     rules: tuple[Rule, ...] = ()
     least_rows: int = 200
@@ -183,7 +242,7 @@ class QualityGates:
     """The gates of one run of a dataset. For one thread.
 
     `max_tokens`: of the answers. `json_schema`: of the outputs, whose fields are columns for the rules.
-    Raises BadCondition for a rule that cannot be evaluated.
+    Raises BadCondition for a rule that cannot be evaluated, and for a language that cannot be told.
     """
 
     def __init__(
@@ -194,32 +253,46 @@ class QualityGates:
         self._bounds, self._least = bounds, bounds.least_rows
         self._gates: dict[str, tuple[_Gate, Mark]] = {}
         self._add("dead", "have no answer", bounds.dead, lambda one: not one.ok)
+        self._add("invalid", "do not fit what output says", bounds.invalid, _is_invalid)
         self._add("empty", "are empty", bounds.empty, _is_empty)
         self._add("cut", "are cut at the token limit", None if short else bounds.cut, _is_cut)
         self._add("refused", "refuse the request", bounds.refused, _refusing(bounds.phrases))
         self._add("repeated", "repeat another output", bounds.repeated, _of_text(self._repeats))
         self._add("length", "are shorter or longer than wanted", bounds.length, _of_text(self._outside))
+        if bounds.wrong_language is not None:
+            check_languages(bounds.languages)
+            mark = _of_text(self._other_language)
+            self._add("wrong_language", "are in another language", bounds.wrong_language, mark, costly=True)
         if (score := bounds.score) is not None:
             scale, bound = (score.worst, score.best), (score.best - score.least) / (score.best - score.worst)
             gate = _Gate(JUDGE_SCORE, "the mean score", bound, self._least, scale)
             self._gates[JUDGE_SCORE] = (gate, _of_score(score))
-        self._rules = _Rules(bounds.rules, bounds.least_rows, json_schema)
+        self._counts = _Counts()
+        self._rules = _Rules(bounds.rules, bounds.least_rows, json_schema, self._counts)
 
-    def _add(self, name: str, what: str, bound: float | None, mark: Mark) -> None:
+    def _add(self, name: str, what: str, bound: float | None, mark: Mark, costly: bool = False) -> None:
         if bound is not None:
-            self._gates[name] = (_Gate(name, what, bound, self._least), mark)
+            self._gates[name] = (_Gate(name, what, bound, self._least, costly=costly), mark)
 
     def note(self, outcome: Outcome) -> list[GateTrip]:
-        """Take in the next outcome; the gates that trip. They look no more, until a request is made anew."""
+        """Take in the next outcome; the gates that trip. They do not trip again, until a request is made anew."""
         found = []
-        for gate, mark in self._gates.values():
+        for name, (gate, mark) in self._gates.items():
+            if not gate.looks_at(outcome.row_id):
+                continue
             marked = mark(outcome)
-            if marked is not None and (trip := gate.add(outcome.row_id, marked)) is not None:
+            if marked is None:
+                continue
+            if name in _COUNTED:
+                self._counts.add(name, outcome.row_id, bool(marked))
+            if (trip := gate.add(outcome.row_id, marked)) is not None:
                 found.append(trip)
-        found += self._rules.note(outcome)
-        for trip in found:
-            self._gates.pop(trip.gate, None)
-        return found
+        return found + self._rules.note(outcome)
+
+    def counted(self, outcomes: Sequence[Outcome]) -> tuple[dict[str, int], dict[str, int]]:
+        """How many of these rows are bad, and of how many looked at, by the names of the gates that `marked_rows` does
+        not know. For any thread; rows that were noted long ago are left out."""
+        return self._counts.of([one.row_id for one in outcomes])
 
     def _repeats(self, text: str) -> bool:
         if len(text) < LONG_TEXT:
@@ -232,6 +305,9 @@ class QualityGates:
             self._seen.popitem(last=False)
         return known
 
+    def _other_language(self, text: str) -> bool:
+        return is_in_other_language(text[:LANGUAGE_LETTERS], self._bounds.languages) is True
+
     def _outside(self, text: str) -> bool:
         least, most = self._bounds.letters
         return len(text) < least or (most is not None and len(text) > most)
@@ -240,7 +316,10 @@ class QualityGates:
 class _Rules:
     """Some rows at a time, because a frame costs more than its rows."""
 
-    def __init__(self, rules: Sequence[Rule], least_rows: int, json_schema: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self, rules: Sequence[Rule], least_rows: int, json_schema: Mapping[str, Any] | None, counts: _Counts
+    ) -> None:
+        self._counts = counts
         self._types = _fields(json_schema) if rules else {}
         known = rule_columns(json_schema)
         self._rules = {one.name: SqlCondition(one.where, known) for one in rules}
@@ -255,15 +334,15 @@ class _Rules:
             return []
         rows, self._waiting = self._waiting, []
         columns, found = self._columns(rows), []
-        for name, gate in list(self._gates.items()):
+        for name, gate in self._gates.items():
             try:
                 marks = self._rules[name].marks(columns)
             except BadCondition:  # of these rows: a value that no function of the rule takes
                 continue
-            trips = [trip for row, marked in zip(rows, marks, strict=True) if (trip := gate.add(row.row_id, marked))]
-            if trips:
-                found.append(trips[0])
-                del self._gates[name]
+            for row, marked in zip(rows, marks, strict=True):
+                self._counts.add(name, row.row_id, marked)
+                if (trip := gate.add(row.row_id, marked)) is not None:
+                    found.append(trip)
         return found
 
     def _columns(self, rows: Sequence[Outcome]) -> dict[str, list[Any]]:
@@ -310,6 +389,11 @@ def _of_text(marks: Callable[[str], bool]) -> Mark:
         return marks(one.output)
 
     return mark
+
+
+def _is_invalid(one: Outcome) -> bool | None:
+    """Rows that died of something else say nothing of their outputs."""
+    return False if one.ok else True if one.error in (SCHEMA_INVALID, OUTPUT_INVALID) else None
 
 
 def _is_cut(one: Outcome) -> bool | None:

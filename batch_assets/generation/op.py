@@ -45,6 +45,7 @@ from resources.objects.opening import self_test
 from resources.objects.store_health import Probe, StoreAway, StoreHealth
 from resources.pricing.price_files import PricingError
 from resources.store.dataset_store import BatchEntry, BatchFooter, DatasetStore, SnapshotManifest
+from resources.store.row_condition import BadCondition
 
 CatalogEntry = tuple[int, ledger.LedgerVersion]  # storage id of the newest event, and what it says
 
@@ -216,12 +217,15 @@ def bounds_of(gates: GatesSpec, rows: int, run_rows: int, judge: JudgeSpec | Non
         score = ScoreBound(tuple(judge.scores), *judge.bounds, gates.min_judge_score)
     return GateBounds(
         dead=gates.max_dead_rate,
+        invalid=gates.max_invalid_rate,
         empty=gates.max_empty_rate,
         cut=gates.max_cut_rate,
         refused=gates.max_refused_rate,
         repeated=gates.max_repeated_rate,
         length=None if length is None else length.max_rate,
         letters=(0, None) if length is None else (length.min_letters, length.max_letters),
+        wrong_language=None if gates.language is None else gates.language.max_rate,
+        languages=() if gates.language is None else tuple(gates.language.allowed),
         phrases=tuple(gates.refusals),
         rules=tuple(Rule(name, one.where, one.max_rate) for name, one in gates.rules.items()),
         least_rows=max(gates.least_rows, min(rows // 200, run_rows // 10)),
@@ -230,9 +234,13 @@ def bounds_of(gates: GatesSpec, rows: int, run_rows: int, judge: JudgeSpec | Non
 
 
 def _gates(spec: GeneratedDatasetSpec, manifest: SnapshotManifest, plan: RangePlan) -> QualityGates:
+    """Raises dg.Failure, before anything is rented for them."""
     settings = manifest.settings()
     bounds = bounds_of(spec.gates, manifest.rows, sum(work.entry.rows for work in plan.todo), spec.judge)
-    return QualityGates(bounds, max_tokens=settings.most_tokens, json_schema=settings.json_schema)
+    try:
+        return QualityGates(bounds, max_tokens=settings.most_tokens, json_schema=settings.json_schema)
+    except BadCondition as error:
+        raise dg.Failure(f"{spec.name}: gates: {error}", allow_retries=False) from None
 
 
 def _conditions(catalog: Catalog, known: Mapping[str, CatalogEntry]) -> dict[str, str]:

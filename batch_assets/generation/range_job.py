@@ -196,6 +196,7 @@ class RangeJob:
 
     def _commit(self, key: str, outcomes: Sequence[Outcome]) -> BatchFooter:
         work = self.works[key]
+        marked, looked_at = self._gates.counted(outcomes) if self._gates is not None else ({}, {})
         footer = BatchFooter.of(
             self.store.dataset,
             work.entry,
@@ -206,7 +207,8 @@ class RangeJob:
             run_id=self.identity.run_id,
             root_run_id=self.identity.intent.root_run_id,
             reused=self.reused.get(key, 0),
-            marked=marked_rows(outcomes),
+            marked=marked_rows(outcomes) | marked,
+            looked_at=looked_at,
         )
         if (
             self._shown is not None

@@ -37,10 +37,26 @@ class LengthSpec(Strict):
         return self
 
 
+class LanguageSpec(Strict):
+    """In which languages an output is to be."""
+
+    allowed: list[Annotated[str, Field(pattern="^[a-z]{2,3}$")]] = Field(
+        min_length=1,
+        max_length=100,
+        description="Languages of the outputs, by ISO 639-1, or 639-3 where that has none: `[en, de]`.",
+    )
+    max_rate: Bound = Field(default=0.5, description="Most of the outputs that may be in another language.")
+
+
 class GatesSpec(Strict):
     """Rates of bad rows that pause a request while it is made. Leave one empty (null) to switch its gate off."""
 
     max_dead_rate: Bound | None = Field(default=0.5, description="Most rows without an answer.")
+    max_invalid_rate: Bound | None = Field(
+        default=None,
+        description="Most outputs that miss the JSON schema, the choice or the pattern of `output`. They are rows "
+        "without an answer, too. Default: no gate.",
+    )
     max_empty_rate: Bound | None = Field(default=0.5, description="Most outputs that are blank.")
     max_cut_rate: Bound | None = Field(
         default=0.5, description="Most outputs that end at the token limit, where max_tokens is above 32."
@@ -58,6 +74,7 @@ class GatesSpec(Strict):
         default=[], max_length=100, description="Beginnings of a refusal, besides those known in eight languages."
     )
     length: LengthSpec | None = Field(default=None, description="How long an output is to be.")
+    language: LanguageSpec | None = Field(default=None, description="In which languages an output is to be.")
     rules: dict[Name, RuleSpec] = Field(default={}, max_length=20, description="Gates of one's own, by their names.")
     least_rows: int = Field(
         default=100,
@@ -69,16 +86,21 @@ class GatesSpec(Strict):
 
     @model_validator(mode="after")
     def _names_are_free(self) -> Self:
+        own = self.names[: len(self.names) - len(self.rules)]
         for name in self.rules:
-            if name in self.names[: -len(self.rules)]:
-                raise Unusable(f"names of rules other than {', '.join(self.names[: -len(self.rules)])}", name)
+            if name in own:
+                raise Unusable(f"names of rules other than {', '.join(own)}", name)
         return self
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all gates."""
-        return (*OWN_GATES, *(() if self.min_judge_score is None else (JUDGE_SCORE,)), *self.rules)
+        # Those that came later are names only where they are on: a rule of a file from before may be called so.
+        later = {INVALID: self.max_invalid_rate, WRONG_LANGUAGE: self.language, JUDGE_SCORE: self.min_judge_score}
+        return (*OWN_GATES, *(name for name, written in later.items() if written is not None), *self.rules)
 
 
 JUDGE_SCORE = "judge_score"
+INVALID = "invalid"
+WRONG_LANGUAGE = "wrong_language"
 OWN_GATES = ("dead", "empty", "cut", "refused", "repeated", "length")

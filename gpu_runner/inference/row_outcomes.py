@@ -38,10 +38,8 @@ from gpu_runner.inference.poison_rows import Group
 from gpu_runner.inference.policy import FeedPolicy
 from gpu_runner.inference.row_queue import Work
 from gpu_runner.inference.row_state import Item
-from gpu_runner.rows import Generation, Origin, Outcome, Output, Turn, UserTurn
+from gpu_runner.rows import OUTPUT_INVALID, SCHEMA_INVALID, Generation, Origin, Outcome, Output, Turn, UserTurn
 
-# Codes of dead letters: an output that misses its JSON schema, or that is none of the choices or misses its pattern.
-SCHEMA_INVALID, OUTPUT_INVALID = "schema_invalid", "output_invalid"
 LONGER = 2  # times as many tokens are asked for after a cut answer
 NO_USER_TURN = "empty_user_turn"  # the model that writes the user's words wrote none
 BATCH_FULL = "the answers of its batch have more than {} MiB: lower batch_rows or max_tokens"

@@ -99,6 +99,7 @@ class BatchFooter(BaseModel):
     reused: int = 0
     reused_from: dict[str, int] = Field(default_factory=dict)
     marked: dict[str, int] = Field(default_factory=dict)
+    looked_at: dict[str, int] = Field(default_factory=dict)
     bytes: int | None = Field(default=None, exclude=True)
     sha256: str | None = Field(default=None, exclude=True)
 
@@ -120,13 +121,15 @@ class BatchFooter(BaseModel):
         reused: int = 0,
         cached_tokens: int | None = None,
         marked: Mapping[str, int] | None = None,
+        looked_at: Mapping[str, int] | None = None,
     ) -> BatchFooter:
         """Counts over the outcomes; `seconds` spans from the first row's start to the last row's end.
 
         `reused`: rows whose outcome is that of an earlier object; `reused_from` counts the outcomes of other datasets.
         `usd` is what the rows cost, of those whose price is known; None when none is. `cached_tokens`: of the prompts'
         tokens, those that engines had in their caches; None: nobody has counted them. With them the tokens of rows that
-        were answered are counted apart. `marked`: how many rows are bad, by the names of gates.
+        were answered are counted apart. `marked`: how many rows are bad, by the names of gates; `looked_at`:
+        of how many, for gates that do not look at all rows.
         """
         answered = None if cached_tokens is None else [outcome for outcome in outcomes if outcome.ok]
         dead = sum(not outcome.ok for outcome in outcomes)
@@ -157,6 +160,7 @@ class BatchFooter(BaseModel):
             reused=reused,
             reused_from=dict(sorted(Counter(o.reused_from for o in outcomes if o.reused_from).items())),
             marked=dict(marked or {}),
+            looked_at=dict(looked_at or {}),
         )
 
 

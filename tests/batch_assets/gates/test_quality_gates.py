@@ -18,6 +18,7 @@ from batch_assets.gates.quality_gates import (
     marked_rows,
 )
 from batch_assets.gates.refusals import is_refusal
+from batch_assets.gates.text_features import is_in_other_language
 from gpu_runner.answers import AnswerParts, ToolCall
 from gpu_runner.rows import Outcome
 from resources.store.row_condition import BadCondition
@@ -145,6 +146,70 @@ def test_each_gate_says_what_it_has_seen(gate: str, bad: dict[str, object]) -> N
     assert len(trip.row_ids) == 10 and trip.row_ids[-1] == f"row-{299 + number}"
     said = trip.describe()
     assert said.startswith(f"gate {gate}: ") and "rows (100%)" in said and "sorry" not in said
+
+
+GERMAN = "Das ist eine Antwort in einer anderen Sprache als der, die gewünscht war, und zwar die Nummer {}."
+ENGLISH = "This is an answer in the language that was asked for, and it is the one with the number {}."
+
+
+def test_outputs_in_another_language_have_a_gate() -> None:
+    gates = QualityGates(GateBounds(wrong_language=0.5, languages=("en", "fr")))
+    assert not trips(gates, [row(number, ENGLISH.format(number)) for number in range(300)])
+    found = trips(gates, [row(number, GERMAN.format(number)) for number in range(300, 800)])
+    ((number, trip),) = found
+    assert trip.gate == "wrong_language" and 100 <= number <= 240, "it looks at each row once one is marked"
+    assert trip.describe().startswith("gate wrong_language: ") and "are in another language" in trip.describe()
+    assert not trips(gates, [row(number, GERMAN.format(number)) for number in range(800, 900)])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Yes, sure.",
+        "3.14159 2.71828 1.41421",
+        "1. Apple\n2. Banana\n3. Cherry",
+        "def add(a, b):\n    return a + b\n\nfor i in range(10):\n    print(add(i, i))\n",
+        '{"name": "Anna", "age": 31, "city": "Berlin"}',
+        "Anna Schmidt, Berlin",
+        "",
+    ],
+)
+def test_a_text_whose_language_cannot_be_told_is_not_in_a_wrong_one(text: str) -> None:
+    assert is_in_other_language(text, ["fi"]) is None
+    gates = QualityGates(GateBounds(wrong_language=0.1, languages=("fi",), least_rows=20))
+    assert not trips(gates, [row(number, text) for number in range(200)])
+    marked, looked_at = gates.counted([row(number, text) for number in range(200)])
+    assert marked == {"wrong_language": 0} and looked_at["wrong_language"] > 20
+
+
+def test_languages_that_are_close_are_not_told_apart_where_both_are_likely() -> None:
+    text = "Ovo je rečenica koja je napisana na jeziku koji se govori."
+    assert is_in_other_language(text, ["hr"]) is not True and is_in_other_language(text, ["en"])
+
+
+def test_a_language_that_nobody_tells_is_refused_at_once() -> None:
+    with pytest.raises(BadCondition, match=r"expected languages of af, .*, zu, ace, .*; found 'gr'"):
+        QualityGates(GateBounds(wrong_language=0.5, languages=("en", "gr")))
+
+
+def test_a_batch_counts_of_how_many_rows_a_gate_knows() -> None:
+    rules = (Rule("slow", "seconds > 60", 0.5),)
+    gates = QualityGates(GateBounds(invalid=0.9, wrong_language=0.9, languages=("en",), repeated=0.9, rules=rules))
+    rows = [row(number, ENGLISH.format(number)) for number in range(62)]
+    rows += [row(62, None, error="schema_invalid"), row(63, None, error="timeout")]
+    assert not trips(gates, rows)
+    marked, looked_at = gates.counted(rows)
+    assert marked == {"invalid": 1, "repeated": 0, "wrong_language": 0, "slow": 0}
+    assert looked_at["invalid"] == 63 and looked_at["slow"] == 64 and looked_at["repeated"] == 62
+    assert 5 <= looked_at["wrong_language"] <= 30
+    assert gates.counted([row(1000)]) == ({}, {})
+
+
+def test_outputs_that_miss_their_schema_have_a_gate_of_their_own() -> None:
+    gates = QualityGates(GateBounds(invalid=0.5))
+    assert not trips(gates, [row(number, None, error="timeout") for number in range(400)])
+    ((_, trip),) = trips(gates, [row(number, None, error="schema_invalid") for number in range(400)])
+    assert trip.gate == "invalid"
 
 
 def test_what_a_gate_cannot_judge_counts_neither_way() -> None:

@@ -19,6 +19,7 @@ from batch_assets.catalog import ledger
 from gpu_runner.fleet_database.capacity_plan import Pause, PauseKind
 
 ROWS = 800
+RULE = {"where": "seconds > 600", "max_rate": 0.5}
 LAST = f"{ROWS // 100 - 1:05d}"
 
 
@@ -103,6 +104,27 @@ def test_bad_rows_pause_the_request_and_it_goes_on_when_they_are_accepted(tmp_pa
         prompts = Counter(str(one["messages"]) for one in engine.requests)
         assert len(prompts) == ROWS and set(prompts.values()) == {1}
         assert len(site.events()) == ROWS // 100
+
+
+def test_each_batch_has_the_rates_of_its_gates(tmp_path: Path, engine: PlainEngine) -> None:
+    with project(tmp_path, language={"allowed": ["fi"], "max_rate": 0.9}, rules={"slow": RULE}) as site:
+        begun(site)
+        engine.text = "This is an answer in English, which nobody has asked for, as everybody can see who reads it."
+        site.fleet_db.begin_request("d", "before", accepted_gates=["wrong_language", "repeated"])
+        assert Run(site, engine.url).done()
+        rates = [metadata for _, _, metadata in site.events()]
+        assert [one["wrong_language_rate"] for one in rates] == [1.0] * (ROWS // 100)
+        assert {one["repeated_rate"] for one in rates} <= {0.99, 1.0}
+        assert {one["slow_rate"] for one in rates} == {0.0} and "length_rate" not in rates[0]
+
+
+def test_a_language_that_nobody_tells_ends_the_run_before_an_engine_is_asked(
+    tmp_path: Path, engine: PlainEngine
+) -> None:
+    with project(tmp_path, language={"allowed": ["gr"]}) as site:
+        begun(site)
+        assert not site.run_rows("00000", LAST, engine.url).success and not engine.requests
+        assert "d: gates: expected languages of af, " in site.reason()
 
 
 def test_a_gate_that_was_accepted_before_or_is_off_pauses_nothing(tmp_path: Path, engine: PlainEngine) -> None:
