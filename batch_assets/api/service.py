@@ -213,8 +213,9 @@ def _engines(settings: ApiSettings) -> tuple[Models, EngineSupply, GpuFleet | No
 def _fleet_models(fleet: GpuFleet, declared: Collection[str]) -> set[str]:
     """The models of fleet.yaml as it is now, and those of datasets that something there may serve."""
     config = fleet.config()
-    named = {model for engine in config.engines for model in engine.models}
-    return named | {model for model in declared if config.may_serve(model) and not config.only_plays(model)}
+    named = {model for engine in config.engines if engine.kind != "batch_api" for model in engine.models}
+    able = {model for model in declared if config.may_serve(model, batches=False) and not config.only_plays(model)}
+    return named | able
 
 
 def _endpoints(settings: ApiSettings) -> tuple[Models, EngineSupply]:

@@ -39,6 +39,7 @@ from gpu_runner.providers.simulated.config import (
 )
 from gpu_runner.providers.ssh.config import SshHostConfig, SshProviderConfig
 from resources.alerts import AlertConfig
+from resources.fleet.batch_api_config import BatchApiConfig
 from resources.fleet.engine_tls import EngineTls
 from resources.fleet.fleet_config import EngineConfig, FleetConfig
 from resources.pricing.sources import Conduct, PricingConfig
@@ -55,8 +56,10 @@ _NUMBERS = {"number": "number", "integer": "whole number"}
 _TYPES = {"source.grid": "column name to a list of values, or to a column of a CSV file"}
 _ENGINE = {
     "name": "Name in leases, logs and metadata. One run holds an engine at a time, whatever the dataset.",
-    "kind": "`endpoint`: a server that runs already. The others are started for a lease and ended with it.",
-    "url": "`endpoint` only: address of the server, with or without `/v1`.",
+    "kind": "`endpoint`: a server that runs already. `batch_api`: one that takes rows as files, "
+    "[a Batch API](providers.md#batch-apis). The others are started for a lease and ended with it.",
+    "url": "`endpoint` and `batch_api` only: address of the server, with or without `/v1`.",
+    "batch": "`batch_api` only: its window and what one batch may hold, see [below](#enginesbatch).",
     "command": "`process` only: `{model}` and `{port}` are filled in. Ready when `/health` answers 200.",
     "environment": "Further environment variables of a started engine.",
     "api_key_env": "Environment variable that holds the API key sent to the engine. The key itself stands nowhere.",
@@ -72,14 +75,15 @@ _ENGINE = {
     "requests_per_minute": "`endpoint` only: requests in any minute, spread evenly. Rows wait before they are sent.",
     "tokens_per_minute": "`endpoint` only: tokens of prompts and answers. What a row takes is guessed from the rows "
     "before it, and corrected at its answer.",
-    "engine": "`endpoint` only: what it was started with, keys as of [`engine`](datasets.md#arguments-of-the-engine) "
-    "of a dataset.",
+    "engine": "`endpoint` and `batch_api` only: what it was started with, keys as of [`engine`]"
+    "(datasets.md#arguments-of-the-engine) of a dataset.",
     "speed": "`simulated` only: how much faster than the modelled GPU.",
     "arguments": "`simulated` and `llama_cpp`: further arguments of `python -m gpu_runner.simulator`, or of "
     "`python -m gpu_runner.providers.llama_cpp_server`.",
-    "usd_per_million_tokens": "`endpoint` only: US dollars that a hosted API asks, one number or `input`, `output` and "
-    "`cached`: then the engine is planned for, its cost counts everywhere, and [budgets](deadlines.md) hold.",
-    "tls": "`endpoint` with a url of `https://` only: certificates, see [below](#enginestls).",
+    "usd_per_million_tokens": "`endpoint` and `batch_api` (which needs it) only: US dollars that a hosted API asks, "
+    "one number or `input`, `output` and `cached`: then the engine is planned for, its cost counts everywhere, and "
+    "[budgets](deadlines.md) hold.",
+    "tls": "`endpoint` and `batch_api` with a url of `https://` only: certificates, see [below](#enginestls).",
     "provider": "Written beside every row, for you to group by.",
     "instance_type": "Written beside every row, for you to group by.",
     "region": "Where it is, for [requests that go to the nearest engine first](online.md#which-engine).",
@@ -104,6 +108,7 @@ _FLEET: list[tuple[str, type[BaseModel], Mapping[str, str] | None]] = [
     ("local[]", LocalProviderConfig, None),
     ("engines[].tls", EngineTls, None),
     ("engines[].usd_per_million_tokens", TokenPriceConfig, None),
+    ("engines[].batch", BatchApiConfig, None),
     ("ssh[]", SshProviderConfig, None),
     ("ssh[].hosts[]", SshHostConfig, None),
     ("kubernetes[]", KubernetesProviderConfig, None),

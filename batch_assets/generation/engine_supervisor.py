@@ -381,6 +381,7 @@ class EngineSupervisor:
 
     def end(self) -> None:
         """Stop everything and give every lease back once. For the op's last act, whatever its reason."""
+        self.run.ending = True
         lease_request, self.lease_request = self.lease_request, None
         if lease_request is not None and (leased := lease_request.pending.cancel()) is not None:
             self._drop(leased)

@@ -357,6 +357,7 @@ def _requirement(
         engine=_engine_options(spec, run.generation),
         simulate=simulates(context.run.tags),
         limits=endpoint_limits(context.run.tags) if _endpoint(context) else NO_LIMITS,
+        batches=True,
         work=Remembered(lambda: _work(context, run, work), WORK_SECONDS),
     )
 

@@ -14,10 +14,11 @@ import random
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from batch_assets import settings
 from batch_assets.asset_metadata.batch_rows import ShownBatches
@@ -26,10 +27,12 @@ from batch_assets.generation.range_job import RangeJob, RunClaims
 from batch_assets.generation.range_plan import Intent, RangePlan, RunIdentity, Work, mixed, plan_range, vector_length
 from batch_assets.generation.store_reads import StoreReads
 from batch_assets.worker.job_worker import JobWorker, client_of
+from gpu_runner.batch_api.batch_client import BatchClient
 from gpu_runner.client.engine_client import EngineClient, EngineInfo, EngineLost, EngineRefused
 from gpu_runner.client.vector_length import VectorLength
 from gpu_runner.inference.failures.failing_requests import FailingRequests
 from gpu_runner.inference.feed import FeedPolicy, FeedProgress
+from gpu_runner.request_limits import BatchLimits
 from gpu_runner.rows import SIMULATED, Batch, Outcome, Row
 from resources.fleet.resource import LeasedEngine
 from resources.objects.opening import CorruptObject
@@ -46,6 +49,7 @@ from resources.store.journal import note_furthest
 from resources.store.outcome_tables import outcomes_from
 from resources.store.reusable_answers import ReusableAnswers, ReusableBatch
 from resources.store.row_condition import RowCondition
+from resources.store.stored_batches import StoredBatches
 
 log = logging.getLogger(__name__)
 
@@ -348,6 +352,7 @@ class RangeRun:
         self.store, self.manifest, self.identity = store, manifest, identity
         self.generation = manifest.settings()
         self.health = health or StoreHealth()
+        self.ending = False  # nobody goes on with this run: batches that a provider has of it are cancelled
         self._answer_bytes = settings.max_answer_bytes()
         self._journal_seconds, self._neighbours = journal_seconds, neighbours
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="store")
@@ -446,7 +451,8 @@ class RangeRun:
         Raises EngineLost, and may be called again with the next engine, or with two at once: they share the rows.
         """
         self._job.epoch = leased.epoch
-        async with client_of(leased, EngineClient, self.generation, answer_bytes=self._answer_bytes) as engine:
+        kind = EngineClient if leased.limits.batches is None else self._batch_client(leased.limits.batches)
+        async with client_of(leased, kind, self.generation, answer_bytes=self._answer_bytes) as engine:
             try:
                 info = await engine.info()
             except EngineLost as error:
@@ -457,14 +463,46 @@ class RangeRun:
             model = f"{info.model} ({SIMULATED})" if info.simulated else info.model
             flushing = asyncio.create_task(self._worker.flush_often(self._journal_seconds))
             self.source.engine_comes()
+            serving = self._worker.serve(
+                engine, leased, model=model, version=info.version, run_id=self.identity.run_id, stop=stop
+            )
             try:
-                await self._worker.serve(
-                    engine, leased, model=model, version=info.version, run_id=self.identity.run_id, stop=stop
-                )
+                await (self._in_batches(engine, serving, stop) if isinstance(engine, BatchClient) else serving)
             finally:
                 self.source.engine_goes()
                 flushing.cancel()
                 await asyncio.gather(flushing, return_exceptions=True)
+
+    def _batch_client(self, limits: BatchLimits) -> Callable[..., BatchClient]:
+        purpose, (first, last) = self.identity.intent.purpose, self.identity.key_range
+        labels = {"dataset": self.store.dataset, "snapshot": self.manifest.snapshot, "range": f"{first}-{last}"}
+        records = StoredBatches(self.store.objects, self.store.dataset, purpose)
+        return partial(BatchClient, batches=limits, records=records, labels=labels)
+
+    async def _in_batches(
+        self, engine: BatchClient, serving: Coroutine[Any, Any, None], stop: asyncio.Event | None
+    ) -> None:
+        """Serve with batches of hours. At `stop` they are cancelled: what is finished is kept, the rest goes back."""
+        work = asyncio.create_task(serving)
+        stopping = asyncio.create_task((stop or asyncio.Event()).wait())
+        try:
+            await asyncio.wait([work, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                await engine.withdraw()
+                work.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await work
+        except asyncio.CancelledError:
+            if self.ending:
+                await engine.cancel_batches()
+            raise
+        finally:
+            for task in (work, stopping):
+                task.cancel()
+            await asyncio.gather(work, stopping, return_exceptions=True)
+            if await self._worker.flush():
+                with contextlib.suppress(Exception):  # a store that is away: they are forgotten by the next run
+                    await engine.settle()
 
     def _check_context(self, info: EngineInfo) -> None:
         """A max_tokens above the model's context would make every row a dead letter: refuse before the first."""

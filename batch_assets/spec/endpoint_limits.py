@@ -15,7 +15,8 @@ LARGEST = 10**12
 
 def endpoint_limits(tags: Mapping[str, str]) -> RequestLimits:
     """What the tags say. Raises InvalidTag."""
-    return RequestLimits(_seconds(tags.get(TIMEOUT_TAG)), *(_count(tag, tags.get(tag)) for tag in LIMIT_TAGS[1:]))
+    concurrency, requests, tokens = (_count(tag, tags.get(tag)) for tag in LIMIT_TAGS[1:])
+    return RequestLimits(_seconds(tags.get(TIMEOUT_TAG)), concurrency, requests, tokens)
 
 
 def limit_tags(limits: RequestLimits) -> dict[str, str]:

@@ -67,7 +67,7 @@ Client = TypeVar("Client", bound=EngineClient)
 
 def client_of(
     engine: KnownEngine,
-    kind: type[Client],
+    kind: Callable[..., Client],
     generation: Generation,
     *,
     answer_bytes: int | None = None,

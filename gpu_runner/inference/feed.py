@@ -227,14 +227,17 @@ class Feed:
         self._raise_failure()
         if self.finished:
             return
-        most = max(1, allow_open_files() - OTHER_FILES)
-        window = Window(self._policy.window, max_num_seqs, most=min(most, limits.concurrency or most), share=share)
+        most, policy = max(1, allow_open_files() - OTHER_FILES), self._policy
+        if limits.batches is not None:
+            max_num_seqs = most = limits.batches.rows
+            policy = policy.for_batches(most)
+        window = Window(policy.window, max_num_seqs, most=min(most, limits.concurrency or most), share=share)
         limited = limits.requests_per_minute is not None or limits.tokens_per_minute is not None
         worker = EngineWorker(
             engine,
             origin,
             self._work,
-            self._policy,
+            policy,
             self._rng,
             window,
             self._wake,

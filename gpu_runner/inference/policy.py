@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gpu_runner.inference.failures.retry import RetryPolicy
 from gpu_runner.inference.late_rows import HedgePolicy
 from gpu_runner.inference.windows.concurrency_window import WindowPolicy
 from gpu_runner.micro_batches.list_limits import ListLimits
+
+NEVER = 366 * 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +50,10 @@ class FeedPolicy:
     commit_bytes: int = 32 << 20
     lists: ListLimits = field(default_factory=ListLimits)
     hedging: HedgePolicy = field(default_factory=HedgePolicy)
+
+    def for_batches(self, rows: int) -> FeedPolicy:
+        """For an engine whose answers come hours later, all at once: so many rows are in flight, none of them is ever
+        late, and an engine that is silent is not stalled.
+        """
+        window = replace(self.window, per_slot=1, largest=rows)
+        return replace(self, window=window, stall_seconds=NEVER, hedging=replace(self.hedging, floor_seconds=NEVER))

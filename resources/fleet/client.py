@@ -214,7 +214,7 @@ class FleetClient:
 
     def _standing(self, need: Requirement, limit: int, note: Say, pause: Pause) -> LeasedEngine | RunActivity:
         """The first that is free and that the budget pays for. Raises BudgetReached when it pays for none of them."""
-        engines = self.config.engines_for(need.model, need.endpoint, need.engine)
+        engines = self.config.engines_for(need.model, need.endpoint, need.engine, batches=need.batches)
         asked_at = self.heartbeat.now()
         refused: dict[str, BudgetReached] = {}
         for engine in engines:
@@ -262,7 +262,7 @@ class FleetClient:
             provider=engine.provider,
             instance_type=engine.instance_type,
             spending=spending,
-            limits=need.limits.over(engine.limits) if engine.kind == "endpoint" else engine.limits,
+            limits=need.limits.over(engine.limits) if engine.runs_already else engine.limits,
             own=standing.own,
             close=standing.close,
             tls=tls,

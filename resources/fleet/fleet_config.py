@@ -27,6 +27,7 @@ from gpu_runner.token_price import TokenPrice
 from resources import endpoints
 from resources.alerts import AlertConfig
 from resources.engine_options import PLAIN, EngineOptions
+from resources.fleet.batch_api_config import BatchApiConfig
 from resources.fleet.engine_tls import EngineTls, tls_of_environment
 from resources.pricing.sources import PricingConfig
 from resources.pricing.token_prices import TokenPriceConfig
@@ -45,7 +46,6 @@ EMBEDDED_IDLE_MINUTES = 0.1  # of a clock 60 times as fast as ours
 # Fields of an engine that only one kind takes: (kind, fields, what is said of them for another kind).
 _FIELDS_OF_KINDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("llama_cpp", ("threads", "context"), "expected for kind llama_cpp only"),
-    ("endpoint", ("usd_per_million_tokens",), "expected for kind endpoint, and for no other kind"),
     ("endpoint", ("concurrency", "requests_per_minute", "tokens_per_minute"), "expected for kind endpoint only"),
 )
 
@@ -65,12 +65,13 @@ class _WholeProblem(ValueError):
 class EngineConfig(BaseModel):
     """One engine that may be leased, by one run at a time.
 
-    `simulated`, `llama_cpp` and `process` engines are started for a lease and end with it; an `endpoint` runs already.
+    `simulated`, `llama_cpp` and `process` engines are started for a lease and end with it; an `endpoint` runs already,
+    and so does a `batch_api`, which takes rows as files.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
-    kind: Literal["simulated", "process", "llama_cpp", "endpoint"]
+    kind: Literal["simulated", "process", "llama_cpp", "endpoint", "batch_api"]
     url: str | None = None
     command: list[str] = VLLM_COMMAND
     environment: dict[str, str] = {}
@@ -93,10 +94,15 @@ class EngineConfig(BaseModel):
     )
     tls: EngineTls | None = Field(default=None, description="endpoint of https only: certificates")
     usd_per_million_tokens: TokenPriceConfig | None = Field(
-        default=None, description="endpoint only: what a hosted API asks, one number or {input: , output: }"
+        default=None,
+        description="endpoint and batch_api only: what a hosted API asks, one number or {input: , output: }",
+    )
+    batch: BatchApiConfig = Field(
+        default=BatchApiConfig(), description="batch_api only: what a batch may hold, and its window"
     )
     engine: EngineOptions = Field(
-        default=PLAIN, description="endpoint only: what it was started with, as `engine` of a dataset says it"
+        default=PLAIN,
+        description="endpoint and batch_api only: what it was started with, as `engine` of a dataset says it",
     )
     region: str = Field(default="", max_length=63, description="where it is; see BATCH_ASSETS_REGION")
     provider: str = "local"
@@ -137,17 +143,27 @@ class EngineConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _a_batch_api_has_its_price(self) -> EngineConfig:
+        if self.usd_per_million_tokens is not None and not self.runs_already:
+            raise _WholeProblem("usd_per_million_tokens: expected for kind endpoint or batch_api, and for no other")
+        if self.kind == "batch_api" and self.usd_per_million_tokens is None:
+            raise _WholeProblem("usd_per_million_tokens: expected for kind batch_api, which is compared by its price")
+        if self.kind != "batch_api" and self.batch != BatchApiConfig():
+            raise _WholeProblem("batch: expected for kind batch_api only")
+        return self
+
+    @model_validator(mode="after")
     def _only_an_endpoint_is_described(self) -> EngineConfig:
-        if self.engine.written() and self.kind != "endpoint":
+        if self.engine.written() and not self.runs_already:
             raise _WholeProblem(
-                "engine: expected for kind endpoint only; another one is started as each dataset needs it"
+                "engine: expected for kind endpoint or batch_api; another one is started as each dataset needs it"
             )
         return self
 
     @model_validator(mode="after")
     def _tls_needs_https(self) -> EngineConfig:
         if self.tls is not None and not (self.url or "").startswith("https://"):
-            raise _WholeProblem("tls: expected for kind endpoint with a url of https://, and for no other")
+            raise _WholeProblem("tls: expected for kind endpoint or batch_api with a url of https://, and for no other")
         return self
 
     @property
@@ -158,7 +174,13 @@ class EngineConfig(BaseModel):
     @property
     def limits(self) -> RequestLimits:
         """What it may be asked."""
-        return RequestLimits(self.timeout, self.concurrency, self.requests_per_minute, self.tokens_per_minute)
+        batches = self.batch.limits if self.kind == "batch_api" else None
+        return RequestLimits(self.timeout, self.concurrency, self.requests_per_minute, self.tokens_per_minute, batches)
+
+    @property
+    def runs_already(self) -> bool:
+        """Whether it is a server that somebody else runs."""
+        return self.kind in ("endpoint", "batch_api")
 
     @property
     def tls_files(self) -> TlsFiles | None:
@@ -191,8 +213,8 @@ class EngineConfig(BaseModel):
 
     @model_validator(mode="after")
     def _endpoint_has_url(self) -> EngineConfig:
-        if (self.kind == "endpoint") != (self.url is not None):
-            raise _WholeProblem("url: expected for kind endpoint, and for no other kind")
+        if self.runs_already != (self.url is not None):
+            raise _WholeProblem("url: expected for kind endpoint or batch_api, and for no other kind")
         if self.url is not None:
             try:
                 engine_url(self.url)
@@ -311,18 +333,19 @@ class FleetConfig(BaseModel):
         played = self.simulated.providers if self.simulated is not None else ()
         return any(one.name == provider for one in played) and self.serves_really(model)
 
-    def may_serve(self, model: str) -> bool:
+    def may_serve(self, model: str, *, batches: bool = True) -> bool:
         """Whether anything of this file may serve the model: an engine, or what a provider has. Not asked: whether it
-        is to be had now.
+        is to be had now. `batches`: as in `engines_for`.
         """
-        return bool(self._fitting(model) or self.simulated is not None or self.rented)
+        return bool(self._fitting(model, batches) or self.simulated is not None or self.rented)
 
     def only_plays(self, model: str, *, simulate: bool = False) -> bool:
         """Whether there is no engine for the model but a simulation that nobody asked for."""
         return not simulate and self.simulate_only_if_asked and not self.serves_really(model)
 
-    def _fitting(self, model: str) -> list[EngineConfig]:
-        return [engine for engine in self.engines if not engine.models or model in engine.models]
+    def _fitting(self, model: str, batches: bool = True) -> list[EngineConfig]:
+        there = [engine for engine in self.engines if batches or engine.kind != "batch_api"]
+        return [engine for engine in there if not engine.models or model in engine.models]
 
     def check_asked(self, model: str, endpoint: str | None, *, simulate: bool) -> None:
         """Raises FleetConfigError where there is no engine but a simulation that nobody asked for."""
@@ -337,9 +360,11 @@ class FleetConfig(BaseModel):
             "fleet.yaml"
         )
 
-    def engines_for(self, model: str, endpoint: str | None, options: EngineOptions = PLAIN) -> Sequence[EngineConfig]:
+    def engines_for(
+        self, model: str, endpoint: str | None, options: EngineOptions = PLAIN, *, batches: bool = True
+    ) -> Sequence[EngineConfig]:
         """Engines that may serve the model, started with `options`, or the one at this address. Raises
-        FleetConfigError.
+        FleetConfigError. `batches`: those too that answer hours later, by a Batch API.
 
         The address comes from a tag, which whoever reaches Dagster may write: it only chooses among those that the
         environment, fleet.yaml or a command line on this home has named. A key goes to the address it was given for.
@@ -349,8 +374,8 @@ class FleetConfig(BaseModel):
             if named.engine.written() and (lacking := named.lacks(options)):
                 raise FleetConfigError(_not_started_so(model, [named], options, lacking))
             return [named]
-        fitting = self._fitting(model)
-        if not self.may_serve(model):
+        fitting = self._fitting(model, batches)
+        if not self.may_serve(model, batches=batches):
             raise FleetConfigError(
                 f"fleet.yaml: expected an engine that serves {model}, found engines for "
                 f"{', '.join(sorted({model for engine in self.engines for model in engine.models}))}"
@@ -369,7 +394,8 @@ class FleetConfig(BaseModel):
         except (ValueError, endpoints.EndpointsError) as error:
             raise FleetConfigError(f"address of the engine (--endpoint, tag batch/endpoint): {error}") from None
         key = key_in(KEY_VARIABLE)
-        standing = [engine for engine in self.engines if engine.url and engine_url(engine.url) == url]
+        there = [engine for engine in self.engines if engine.url and engine.kind == "endpoint"]
+        standing = [engine for engine in there if engine_url(engine.url or "") == url]
         price = given.usd_per_million_tokens if given else None
         price = price or (standing[0].usd_per_million_tokens if standing else None)
         if url == own or (given and given.takes(key)):

@@ -59,8 +59,8 @@ def hosted_options(
     return tuple(
         PlannedOffer(
             name=engine.name,
-            usd_per_hour=_usd_per_token(engine, work) * speeds.get(engine.name, ASSUMED_SPEED) * HOUR,
-            tokens_per_second=speeds.get(engine.name, ASSUMED_SPEED),
+            usd_per_hour=_usd_per_token(engine, work) * _speed(engine, work, speeds) * HOUR,
+            tokens_per_second=_speed(engine, work, speeds),
             boot_seconds=0.0,
             capacity=1,
             row_usd=work.row_usd(engine.token_price) if engine.token_price is not None else 0.0,
@@ -75,11 +75,11 @@ def hosted_offers(
     """As offers for this work: the price of an hour is that of the tokens of an hour."""
     found: list[RankedOffer] = []
     for engine in engines:
-        speed, price = speeds.get(engine.name, ASSUMED_SPEED), _usd_per_token(engine, work)
+        speed, price = _speed(engine, work, speeds), _usd_per_token(engine, work)
         offer = Offer(
             provider=engine.name,
             region=engine.region,
-            instance_type="endpoint",
+            instance_type=engine.kind,
             gpu="",
             gpus=0,
             gpu_memory_gib=0.0,
@@ -94,6 +94,13 @@ def hosted_offers(
         basis = Speed(speed, "measured" if engine.name in speeds else "estimate")
         found.append(RankedOffer(offer, basis, work.tokens / speed, work.tokens * price))
     return found
+
+
+def _speed(engine: EngineConfig, work: Workload, speeds: Mapping[str, float]) -> float:
+    """Tokens per second. What goes out as batches takes as long as the provider may take, however much it is."""
+    if (batches := engine.limits.batches) is not None:
+        return max(1.0, work.tokens) / batches.window_seconds
+    return speeds.get(engine.name, ASSUMED_SPEED)
 
 
 def _usd_per_token(engine: EngineConfig, work: Workload) -> float:

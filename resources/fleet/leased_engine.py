@@ -31,7 +31,8 @@ class Requirement:
     """What a run needs: an engine that serves `model` for `task`, or exactly the one at `endpoint`.
 
     `simulate`: the simulated providers of a fleet without a file will do. `limits`: of an engine that is an `endpoint`,
-    in place of those in fleet.yaml. `engine`: arguments that it is started with.
+    in place of those in fleet.yaml. `engine`: arguments that it is started with. `batches`: one that answers hours
+    later, by a Batch API, will do.
     """
 
     dataset: str
@@ -45,6 +46,7 @@ class Requirement:
     simulate: bool = False
     limits: RequestLimits = NO_LIMITS
     engine: EngineOptions = PLAIN
+    batches: bool = False
     work: Callable[[], Workload] = field(default=lambda: UNKNOWN_WORK, compare=False)
 
     @property

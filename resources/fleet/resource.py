@@ -233,7 +233,7 @@ class GpuFleet(dg.ConfigurableResource):  # type: ignore[type-arg]  # Dagster's 
         return said, list(dict.fromkeys([*(one.name for one in all_standing()), *running]))
 
     def _start(self, run_id: str, engine: EngineConfig, need: Requirement, pause: Pause) -> StaticEngine:
-        if engine.kind == "endpoint":
+        if engine.runs_already:
             assert engine.url is not None
             try:
                 wait_reachable(engine.url, min(engine.start_seconds, ENDPOINT_SECONDS), pause)

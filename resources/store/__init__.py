@@ -4,7 +4,7 @@
 `journal` keeps finished rows of batches that are still open; `integrity`
 holds checksums and sealed manifests; `outcome_tables` are outcomes as Arrow tables, `outcome_columns` the names of
 their columns, `row_condition` which of them meet a condition; `reusable_answers` are those of other datasets beside a
-snapshot.
+snapshot; `stored_batches` are those that a provider's Batch API has.
 """
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "reusable_answers",
     "row_condition",
     "snapshot_manifest",
+    "stored_batches",
 ]

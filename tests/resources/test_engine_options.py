@@ -188,7 +188,7 @@ def test_an_engine_that_is_started_for_a_run_has_what_it_needs_but_for_llama_cpp
         {"name": "l", "kind": "llama_cpp", "models": ["m"], "gguf": "m.gguf"},
     )
     assert [one.name for one in found.engines_for("m", None, options(dtype="half"))] == ["p"]
-    with pytest.raises(ValueError, match="engine: expected for kind endpoint only"):
+    with pytest.raises(ValueError, match="engine: expected for kind endpoint or batch_api"):
         fleet({"name": "p", "kind": "process", "engine": {"dtype": "half"}})
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from batch_assets.generation.engine_supervisor import EngineSupervisor, StepKind
 from batch_assets.generation.range_run import Intent, RangeRun, RunIdentity, plan_range
 from gpu_runner.fleet_database.database import Lease
+from gpu_runner.inference.policy import FeedPolicy
 from resources.fleet.resource import LeasedEngine
 from resources.store.dataset_store import DatasetStore, SnapshotManifest
 from support.timing import PATIENCE
@@ -31,12 +32,19 @@ def step_until(supervisor: EngineSupervisor, true: Callable[[], bool]) -> None:
         supervisor.wait(0.02)
 
 
-def a_run(store: DatasetStore, manifest: SnapshotManifest, run_id: str, intent: Intent | None = None) -> RangeRun:
+def a_run(
+    store: DatasetStore,
+    manifest: SnapshotManifest,
+    run_id: str,
+    intent: Intent | None = None,
+    policy: FeedPolicy | None = None,
+) -> RangeRun:
     """Of all batches of the snapshot."""
     entries = store.entries(manifest.snapshot)
     intent = intent or Intent(run_id)
     identity = RunIdentity(run_id, intent, (entries[0].key, entries[-1].key))
-    return RangeRun(store, manifest, plan_range(store, entries, intent), identity, journal_seconds=0.1)
+    plan = plan_range(store, entries, intent)
+    return RangeRun(store, manifest, plan, identity, journal_seconds=0.1, policy=policy)
 
 
 async def generate(run: RangeRun, url: str, seconds: float = 60) -> None:

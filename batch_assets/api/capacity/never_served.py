@@ -51,9 +51,9 @@ class NeverServed:
 
     def _look(self, config: FleetConfig, model: str, task: Task) -> str | None:
         try:
-            if not config.may_serve(model) or config.only_plays(model):
+            if not config.may_serve(model, batches=False) or config.only_plays(model):
                 return "No engine and no provider that is configured may serve it."
-            if config.engines_for(model, None):
+            if config.engines_for(model, None, batches=False):
                 return None
             return self._misfit(config, model, task)
         except (FleetConfigError, PricingError, FleetDatabaseError):  # whoever leases says it, and the batch waits

@@ -90,7 +90,7 @@ def test_an_address_is_waited_for_and_one_where_nobody_answers_is_named():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("engines: [{name: a, kind: gpu}]", r"engines\.0\.kind: .*'llama_cpp' or 'endpoint', found 'gpu'"),
+        ("engines: [{name: a, kind: gpu}]", r"engines\.0\.kind: .*'endpoint' or 'batch_api', found 'gpu'"),
         ("engines: [{name: a, kind: llama_cpp, models: [m]}]", "gguf: expected a file for kind llama_cpp"),
         ("engines: [{name: a, kind: process, gguf: m.gguf}]", "gguf: expected a file for kind llama_cpp, and for no"),
         ("engines: [{name: a, kind: llama_cpp, gguf: m.gguf}]", "models: expected the name of the model in the gguf"),
@@ -99,7 +99,7 @@ def test_an_address_is_waited_for_and_one_where_nobody_answers_is_named():
             "engines: [{name: a, kind: simulated, speeed: 3}]",
             r"speeed: expected a known key, found 'speeed'\. Did you mean 'speed'\? \(line 1\)",
         ),
-        ("engines: [{name: a, kind: endpoint}]", "url: expected for kind endpoint"),
+        ("engines: [{name: a, kind: endpoint}]", "url: expected for kind endpoint or batch_api"),
         ("engines: [{name: a, kind: endpoint, url: 'localhost:8000'}]", "url: expected a URL like http://host:8000"),
         ("engines: [{name: a, kind: endpoint, url: 'http://me:hidden@host'}]", "found a user or password in it"),
         ("engines: [{name: a, kind: simulated}, {name: a, kind: simulated}]", "found twice: a"),

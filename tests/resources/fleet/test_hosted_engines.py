@@ -102,7 +102,7 @@ def test_an_address_that_is_given_without_a_key_keeps_the_key_that_fleet_yaml_ha
         (
             "usd_per_million_tokens",
             "endpoint",
-            "usd_per_million_tokens: expected for kind endpoint, and for no other kind",
+            "usd_per_million_tokens: expected for kind endpoint or batch_api, and for no other",
         ),
         *(
             (field, "endpoint", "concurrency, requests_per_minute, tokens_per_minute: expected for kind endpoint only")
@@ -120,6 +120,34 @@ def test_a_field_of_one_kind_is_refused_for_every_other(tmp_path: Path, field: s
             with pytest.raises(FleetConfigError) as refused:
                 load(tmp_path, given)
             assert str(refused.value) == f"{tmp_path}/fleet.yaml: engines.0: {said} (line 2)"
+
+
+BATCH: dict[str, Any] = {"name": "b", "kind": "batch_api", "url": URL, "usd_per_million_tokens": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({**BATCH, "usd_per_million_tokens": None}, "usd_per_million_tokens: expected for kind batch_api, which"),
+        ({**BATCH, "batch": {"completion_window": "1 day"}}, r"batch\.completion_window: expected"),
+        ({**BATCH, "batch": {"max_request": 5}}, r"batch\.max_request: expected"),
+        ({**BATCH, "url": None}, "url: expected for kind endpoint or batch_api"),
+        ({**engine(1.0), "batch": {"completion_window": "7d"}}, "batch: expected for kind batch_api only"),
+    ],
+)
+def test_a_batch_api_says_what_is_missing(tmp_path: Path, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(FleetConfigError, match=said):
+        load(tmp_path, {name: value for name, value in given.items() if value is not None})
+
+
+def test_a_batch_api_takes_as_long_as_its_window_and_costs_its_tokens(tmp_path: Path) -> None:
+    config = load(tmp_path, {**BATCH, "batch": {"completion_window": "2h", "max_requests_per_batch": 7}})
+    limits = config.engines[0].limits.batches
+    assert limits is not None and (limits.window_seconds, limits.max_requests) == (7200, 7)
+    assert config.may_serve("m") and not config.may_serve("m", batches=False)
+    (option,) = hosted_options(hosted_engines(config, "m", None), WORK, {"b": 5.0})
+    assert WORK.tokens / option.tokens_per_second == pytest.approx(7200)
+    assert option.usd_per_hour * 2 == pytest.approx(WORK.tokens * 0.5 / 1e6)
 
 
 def test_the_earlier_name_of_the_time_out_of_a_request_is_understood(tmp_path: Path) -> None:

@@ -1,0 +1,8 @@
+"""Rows as files of a provider's OpenAI Batch API: the answers come hours later, as a file, in any order.
+
+`batch_client` is an `EngineClient` that gathers rows, sends them as one batch and answers each from the batch's files;
+`batch_calls` are the calls of the API; `batch_lines` the lines of its files; `submitted_batches` what is kept of a
+batch, so that nobody pays for it twice.
+"""
+
+__all__ = ["batch_calls", "batch_client", "batch_lines", "submitted_batches"]

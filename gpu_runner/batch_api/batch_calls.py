@@ -1,0 +1,196 @@
+"""The calls of OpenAI's Batch API: upload, create, look, find, cancel, download. Bounded in bytes and time.
+
+Every call raises what a request of a row raises: Transient, RequestDenied, RowRejected, EngineRefused. Messages are the
+provider's words.
+
+Source: https://platform.openai.com/docs/api-reference/batch and .../files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import aiohttp
+import orjson
+from yarl import URL
+
+from gpu_runner.bounded_http.bounded_read import (
+    BUFFER_BYTES,
+    ERROR_BYTES,
+    PAGE_BYTES,
+    READ_BYTES,
+    BodyTooLarge,
+    UnaskedEncoding,
+    read_beginning,
+    read_body,
+)
+from gpu_runner.bounded_http.tls_files import TlsFiles, ssl_of
+from gpu_runner.client.engine_connections import failure_below_http, watched_socket
+from gpu_runner.client.protocol import Transient, error_of
+from gpu_runner.client.server_sentence import server_sentence
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+KEY = "batch_assets_key"  # in a batch's metadata
+PAGES, PAGE = 20, 100  # of the list of batches that are looked through
+CALL_SECONDS, FILE_SECONDS, SILENT_SECONDS = 30.0, 3600.0, 60.0
+ID_LETTERS = 256
+ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
+
+
+@dataclass(frozen=True, slots=True)
+class BatchState:
+    """A batch as its provider describes it. `code`, `message`: of the first of its errors; "" without one."""
+
+    batch_id: str
+    status: str
+    output_file_id: str = ""
+    error_file_id: str = ""
+    code: str = ""
+    message: str = ""
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more comes of it."""
+        return self.status in ENDED
+
+    @classmethod
+    def read(cls, found: Any) -> BatchState:
+        """From a batch object. Raises Transient for what is none."""
+        if not isinstance(found, dict) or not _word(found, "id") or not _word(found, "status"):
+            raise Transient("garbage_body", "expected a batch object", status=200)
+        errors = found.get("errors")
+        listed = errors.get("data") if isinstance(errors, dict) else None
+        first = listed[0] if isinstance(listed, list) and listed and isinstance(listed[0], dict) else {}
+        files = _word(found, "output_file_id"), _word(found, "error_file_id")
+        said = first.get("message")
+        return cls(
+            _word(found, "id"),
+            _word(found, "status"),
+            *files,
+            _word(first, "code"),
+            server_sentence(said if isinstance(said, str) else ""),
+        )
+
+
+class BatchCalls:
+    """One provider. `api`: its address with `/v1`. To be closed."""
+
+    def __init__(self, api: URL, api_key: str | None, tls: TlsFiles | None, connect_seconds: float) -> None:
+        self._api, self._tls, self._api_key = api, tls, (api_key or "").encode()
+        headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=8, socket_factory=watched_socket),
+            headers=headers,
+            skip_auto_headers=("User-Agent",),
+            auto_decompress=False,
+            read_bufsize=BUFFER_BYTES,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=CALL_SECONDS, sock_connect=connect_seconds),
+        )
+
+    async def close(self) -> None:
+        """End all calls."""
+        await self._session.close()
+
+    async def upload(self, file: Path, name: str) -> str:
+        """The id of a new input file."""
+        with file.open("rb") as body:
+            form = aiohttp.FormData()
+            form.add_field("purpose", "batch")
+            form.add_field("file", body, filename=name, content_type="application/jsonl")
+            found = await self._json("POST", "files", data=form, seconds=FILE_SECONDS)
+        if not (file_id := _word(found, "id")):
+            raise Transient("garbage_body", "expected a file object", status=200)
+        return file_id
+
+    async def create(self, file_id: str, path: str, window: str, metadata: Mapping[str, str]) -> BatchState:
+        """A new batch of the file."""
+        asked = {"input_file_id": file_id, "endpoint": path, "completion_window": window, "metadata": dict(metadata)}
+        return BatchState.read(await self._json("POST", "batches", json=asked))
+
+    async def look(self, batch_id: str) -> BatchState:
+        """The batch as it is now."""
+        return BatchState.read(await self._json("GET", f"batches/{_escaped(batch_id)}"))
+
+    async def cancel(self, batch_id: str) -> None:
+        """No further row of it is begun; what is finished is kept."""
+        await self._json("POST", f"batches/{_escaped(batch_id)}/cancel")
+
+    async def find(self, key: str) -> BatchState | None:
+        """The batch with this key in its metadata, among the newest ones."""
+        after = ""
+        for _ in range(PAGES):
+            page = await self._json("GET", f"batches?limit={PAGE}" + (f"&after={_escaped(after)}" if after else ""))
+            listed = page.get("data") if isinstance(page, dict) else None
+            if not isinstance(listed, list):
+                raise Transient("garbage_body", "expected a list of batches", status=200)
+            for one in listed:
+                metadata = one.get("metadata") if isinstance(one, dict) else None
+                if isinstance(metadata, dict) and metadata.get(KEY) == key:
+                    return BatchState.read(one)
+            after = _word(listed[-1], "id") if listed else ""
+            if not after or page.get("has_more") is not True:
+                return None
+        return None
+
+    async def answers(self) -> None:
+        """Raises unless the API answers, with this key."""
+        await self._json("GET", "batches?limit=1")
+
+    async def download(self, file_id: str, into: Path, most: int) -> bool:
+        """What a file holds, but no more than `most` bytes. Returns whether that is all of it."""
+        path = f"files/{_escaped(file_id)}/content"
+        limit = aiohttp.ClientTimeout(total=FILE_SECONDS, sock_read=SILENT_SECONDS)
+        taken = 0
+        try:
+            async with self._asked("GET", path, timeout=limit) as answer:
+                with into.open("wb") as file:
+                    async for part in answer.content.iter_chunked(READ_BYTES):
+                        file.write(part[: most - taken])
+                        taken += len(part)
+                        if taken > most:
+                            answer.close()
+                            return False
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise failure_below_http(error) from error
+        return True
+
+    async def _json(self, method: str, path: str, *, seconds: float = CALL_SECONDS, **body: Any) -> Any:
+        try:
+            async with self._asked(method, path, timeout=aiohttp.ClientTimeout(total=seconds), **body) as answer:
+                found = await read_body(answer, PAGE_BYTES)
+        except (BodyTooLarge, UnaskedEncoding) as error:
+            raise Transient("garbage_body", str(error), status=200) from error
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise failure_below_http(error) from error
+        try:
+            return orjson.loads(found)
+        except orjson.JSONDecodeError as error:
+            raise Transient("garbage_body", "expected JSON", status=200) from error
+
+    @asynccontextmanager
+    async def _asked(self, method: str, path: str, **more: Any) -> AsyncIterator[aiohttp.ClientResponse]:
+        url = URL(f"{self._api}".rstrip("/") + f"/{path}", encoded=True)
+        async with self._session.request(method, url, allow_redirects=False, ssl=ssl_of(self._tls), **more) as answer:
+            if not 200 <= answer.status < 300:
+                said = await read_beginning(answer, ERROR_BYTES)
+                said = said.replace(self._api_key, b"[API key]") if self._api_key else said
+                raise error_of(answer.status, answer.headers, said)
+            yield answer
+
+
+def _escaped(word: str) -> str:
+    """As one part of a path: what a provider calls something is outside data."""
+    return quote(word, safe="").replace(".", "%2E")
+
+
+def _word(found: Any, key: str) -> str:
+    value = found.get(key) if isinstance(found, dict) else None
+    return value if isinstance(value, str) and 0 < len(value) <= ID_LETTERS and value.isprintable() else ""

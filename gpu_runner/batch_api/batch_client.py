@@ -1,0 +1,509 @@
+"""An engine whose rows go out as input files of a Batch API. To a feed it is an engine like any other, only slow.
+
+Rows are gathered for a moment, written to a file, and sent as one batch. Each row's request waits until the batch's
+files are here, and then has its line as an answer; what the line means is decided where every answer is read. A batch
+is written down before it is created (submitted_batches.py): a row whose request is in such a batch takes its line from
+there, whoever sent it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import shutil
+import tempfile
+import time
+import uuid
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self, TypeVar, cast
+
+import aiohttp
+
+from gpu_runner.batch_api.batch_calls import KEY, BatchCalls, BatchState
+from gpu_runner.batch_api.batch_lines import FoundLine, LineAnswer, OutputLines, custom_ids, digest_of, input_line
+from gpu_runner.batch_api.submitted_batches import BatchRecords, SubmittedBatch
+from gpu_runner.bounded_http.bounded_read import FREE_BYTES, Admit, BodyTooLarge
+from gpu_runner.client.answers.quota_codes import quota_code
+from gpu_runner.client.engine_client import EngineClient, ReadAnswer
+from gpu_runner.client.engine_info import EngineInfo
+from gpu_runner.client.engine_load import EngineLoad
+from gpu_runner.client.protocol import (
+    PATHS,
+    EngineError,
+    EngineLost,
+    EngineRefused,
+    RequestDenied,
+    RowRejected,
+    Transient,
+    error_of,
+)
+from gpu_runner.client.server_sentence import says
+from gpu_runner.request_limits import BatchLimits
+from gpu_runner.rows import Generation
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+TASKS = ("chat", "completion", "embedding")
+
+FIRST_POLL_SECONDS, POLL_GROWTH = 0.5, 1.5
+SILENT_SECONDS = 900.0  # without an answer of the provider, until it counts as lost
+OVERDUE = 1.25  # times the window: a batch that has not ended by then is given up
+QUEUE_FULL = "token_limit_exceeded"  # OpenAI's, where too many tokens of an account wait in batches already
+QUEUE_SECONDS = 60.0
+CANCEL_SECONDS, LEAVE_SECONDS = 600.0, 1.5
+GONE = (400, 404, 410)  # of a batch, or the file of one, that another run sent
+AT_ONCE = 100  # rows that are answered before others get their turn
+ALL_REFUSED = 8  # lines that are refused alike and none answered: then it is not the rows
+
+
+@dataclass(eq=False, slots=True)
+class _Row:
+    """A row that waits for its line."""
+
+    body: bytes
+    digest: str
+    line: asyncio.Future[FoundLine]
+
+
+@dataclass(eq=False, slots=True)
+class _Batch:
+    """One that was sent, or is to be. `rows`: that wait for a line of it, by `custom_id`; `free`: lines that nobody
+    has asked for yet, by digest. `cancelled`: by us.
+    """
+
+    record: SubmittedBatch
+    rows: dict[str, _Row] = field(default_factory=dict)
+    free: dict[str, deque[str]] = field(default_factory=dict)
+    lines: OutputLines | None = None
+    task: asyncio.Task[None] | None = None
+    cancelled: bool = False
+    over: str = ""  # the status that it ended with
+    given: bool = False  # every line that came has gone to its row
+
+    @property
+    def ids(self) -> list[str]:
+        return custom_ids(self.record.digests)
+
+
+class BatchClient(EngineClient):
+    """`records`: where batches are written down. `labels`: for a batch's metadata; they are shown by the provider."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        generation: Generation,
+        *,
+        batches: BatchLimits,
+        records: BatchRecords,
+        labels: Mapping[str, str],
+        clock: Callable[[], float] = time.time,
+        **engine: Any,
+    ) -> None:
+        super().__init__(endpoint, generation, **engine)
+        self._batch_limits, self._records, self._labels, self._clock = batches, records, dict(labels), clock
+        self._path = f"/v1/{PATHS[generation.task]}"
+        self._place = hashlib.sha256(f"{self._api}\0{generation.asked_model}".encode()).hexdigest()[:16]
+        self._gathered: list[_Row] = []
+        self._gathered_bytes = 0
+        self._gathering: asyncio.TimerHandle | None = None
+        self._known: dict[str, _Batch] = {}
+        self._sent: set[str] = set()  # keys of batches of ours
+        self._places = asyncio.Semaphore(batches.max_open)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._unread: set[_Row] = set()  # have a line, which is not an answer yet
+        self._all_read = asyncio.Event()
+        self._all_read.set()
+        self._over: EngineError | None = None
+        self._leaving = False
+        self._folder = Path()
+        self._calls: BatchCalls | None = None
+
+    async def __aenter__(self) -> Self:
+        await super().__aenter__()
+        self._folder = Path(tempfile.mkdtemp(prefix="batch-api-"))
+        self._calls = BatchCalls(self._api, self._api_key.decode() or None, self._tls, self._time_outs.connect)
+        await self._look_for_records()
+        return self
+
+    async def close(self) -> None:
+        """Closes all connections. Batches go on at the provider: the next client with these records has their lines."""
+        for task in self._tasks:
+            task.cancel()
+        if self._gathering is not None:
+            self._gathering.cancel()
+        calls, self._calls = self._calls, None
+        try:
+            if calls is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
+                await calls.close()
+        finally:
+            await super().close()
+
+    # --- what a feed asks ---
+
+    async def info(self) -> EngineInfo:
+        """As of any engine. Raises EngineRefused for what a batch cannot hold, too."""
+        generation, user = self.generation, self._of_user
+        if generation.task not in TASKS:
+            raise EngineRefused(
+                f"task {generation.task}: expected one of {', '.join(TASKS)}, which a Batch API takes. Use an engine "
+                "of kind endpoint"
+            )
+        if user is not None and user.asked_model != generation.asked_model:
+            raise EngineRefused("user_model: expected none, as a batch is of one model. Use an engine of kind endpoint")
+        return await super().info()
+
+    @property
+    def takes_lists(self) -> bool:
+        """Each row is a line."""
+        return False
+
+    async def load(self) -> EngineLoad | None:
+        """Nothing is known of it."""
+        return None
+
+    async def healthy(self) -> bool:
+        """Rows wait for hours: whether the provider answers shows when it is asked for a batch."""
+        return True
+
+    async def canary(self, prompt: bytes | None = None) -> None:
+        """The API answers, and takes the key: no row is asked for it."""
+        await self._api_calls.answers()
+
+    async def probe(self, prompt: bytes, *, content: bool, fields: bytes = b"") -> None:
+        """The same: lines of one batch show whether only some are refused."""
+        await self._api_calls.answers()
+
+    @property
+    def _api_calls(self) -> BatchCalls:
+        if self._calls is None:
+            raise RuntimeError("BatchClient is not open: use `async with`")
+        return self._calls
+
+    async def _ask(self, body: bytes, admit: Admit | None, read: ReadAnswer[T]) -> T:
+        if self._over is not None:
+            raise self._over
+        row = _Row(body, digest_of(body), asyncio.get_running_loop().create_future())
+        if not self._attach(row):
+            self._gather(row)
+        line = await row.line
+        try:
+            if admit is not None and line.length > FREE_BYTES:
+                await admit(line.length)
+            return await read(cast("aiohttp.ClientResponse", line.read()), None)
+        finally:
+            self._unread.discard(row)
+            if not self._unread:
+                self._all_read.set()
+
+    async def _body_of(self, answer: aiohttp.ClientResponse, limit: int, admit: Admit | None = None) -> bytes:
+        if not isinstance(answer, LineAnswer):
+            return await super()._body_of(answer, limit, admit)
+        if len(answer.body) > limit:
+            raise BodyTooLarge(limit)
+        return answer.body
+
+    # --- batches that were sent ---
+
+    async def _look_for_records(self) -> None:
+        """Takes in batches that others have sent, or we before we were ended."""
+        for record in await asyncio.to_thread(self._records.all):
+            if record.place == self._place and record.key not in self._known:
+                self._known[record.key] = batch = _Batch(record)
+                for custom_id in batch.ids:
+                    batch.free.setdefault(custom_id.rpartition("-")[0], deque()).append(custom_id)
+
+    def _attach(self, row: _Row) -> bool:
+        """Gives the row a line of a batch that was sent already, if one has its request."""
+        for batch in self._known.values():
+            if not (free := batch.free.get(row.digest)):
+                continue
+            custom_id = free.popleft()
+            if batch.lines is not None:
+                self._give(batch, custom_id, row)
+                return True
+            batch.rows[custom_id] = row
+            if batch.task is None:
+                batch.task = self._begin(self._follow(batch))
+            return True
+        return False
+
+    async def settle(self) -> None:
+        """Every row that was answered is written elsewhere by now: forget the batches all of whose lines were given."""
+        done = [batch for batch in self._known.values() if batch.given and not any(batch.free.values())]
+        await asyncio.to_thread(self._records.drop, [batch.record.key for batch in done])
+
+    # --- sending ---
+
+    def _gather(self, row: _Row) -> None:
+        limits = self._batch_limits
+        size = len(row.body) + 256
+        if size > limits.max_file_bytes:
+            row.line.set_exception(RowRejected("request_too_large", f"more than {limits.max_file_bytes:,} bytes"))
+            return
+        if self._gathered_bytes + size > limits.max_file_bytes:
+            self._send_gathered()
+        self._gathered.append(row)
+        self._gathered_bytes += size
+        if len(self._gathered) >= limits.max_requests:
+            self._send_gathered()
+            return
+        if self._gathering is not None:
+            self._gathering.cancel()
+        self._gathering = asyncio.get_running_loop().call_later(limits.gather_seconds, self._send_gathered)
+
+    def _send_gathered(self) -> None:
+        if self._gathering is not None:
+            self._gathering.cancel()
+        rows, self._gathered, self._gathered_bytes, self._gathering = self._gathered, [], 0, None
+        if rows and not self._leaving:
+            self._begin(self._send(rows))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _send(self, rows: list[_Row]) -> None:
+        """The rows as one batch, until all have their lines."""
+        try:
+            async with self._places:
+                await self._look_for_records()  # of a run that has ended meanwhile
+                rows = [row for row in rows if not row.line.done() and not self._attach(row)]
+                if rows and not self._leaving:
+                    await self._follow(await self._submit(rows))
+        except EngineError as error:
+            self._fail(rows, error)
+        except Exception as error:  # of this computer, or of the store of the records
+            log.exception("a batch was not sent")
+            self._fail(rows, EngineLost("not_ready", f"the batch cannot be written: {type(error).__name__}"))
+
+    async def _submit(self, rows: list[_Row]) -> _Batch:
+        key, digests = uuid.uuid4().hex, tuple(row.digest for row in rows)
+        ids = custom_ids(digests)
+        file = self._folder / f"{key}.jsonl"
+        await asyncio.to_thread(self._write, file, ids, rows)
+        file_id = await self._persist(lambda: self._api_calls.upload(file, f"batch-assets-{key}.jsonl"))
+        file.unlink()
+        record = SubmittedBatch(
+            key=key, place=self._place, created_at=self._clock(), digests=digests, input_file_id=file_id
+        )
+        await asyncio.to_thread(self._records.keep, record)
+        batch = _Batch(record, dict(zip(ids, rows, strict=True)))
+        self._known[key] = batch
+        self._sent.add(key)
+        return batch
+
+    def _write(self, file: Path, ids: Sequence[str], rows: Sequence[_Row]) -> None:
+        with file.open("wb") as into:
+            for custom_id, row in zip(ids, rows, strict=True):
+                into.write(input_line(custom_id, self._path, row.body))
+
+    async def _created(self, batch: _Batch) -> BatchState | None:
+        """The batch at its provider, created where it is not; None: it is not there any more, or its file is not.
+
+        The answer to a creation may be lost: the batch is looked for.
+        """
+        record, tried = batch.record, batch.record.key not in self._sent
+
+        async def create() -> BatchState:
+            nonlocal tried
+            if tried and (found := await self._api_calls.find(record.key)) is not None:
+                return found
+            tried = True
+            labels = {**self._labels, KEY: record.key}
+            window = self._batch_limits.completion_window
+            return await self._api_calls.create(record.input_file_id, self._path, window, labels)
+
+        try:
+            if record.batch_id:
+                return await self._persist(lambda: self._api_calls.look(record.batch_id))
+            state = await self._persist(create)
+        except EngineRefused as error:
+            if error.status in GONE and record.key not in self._sent:
+                return None
+            raise
+        batch.record = record.model_copy(update={"batch_id": state.batch_id})
+        await asyncio.to_thread(self._records.keep, batch.record)
+        log.info("batch %s sent: %s rows", state.batch_id, len(record.digests))
+        return state
+
+    # --- following ---
+
+    async def _follow(self, batch: _Batch) -> None:
+        """Until the batch has ended, and every row that waits for it has its line, or an error."""
+        try:
+            if (created := await self._created(batch)) is None:
+                await self._forget(batch)
+                for row in batch.rows.values():
+                    self._gather(row)
+                return
+            state = await self._ended(batch, created)
+            if state.status == "failed":
+                await self._failed(batch, state)
+                return
+            await self._collect(batch, state)
+        except Transient as error:  # it has not ended in time
+            await self._forget(batch)
+            self._fail(list(batch.rows.values()), error)
+        except EngineError as error:
+            self._fail(list(batch.rows.values()), error)
+        except Exception as error:  # as in `_send`
+            log.exception("batch %s: its answers were not read", batch.record.batch_id)
+            lost = EngineLost("not_ready", f"the batch's files cannot be kept: {type(error).__name__}")
+            self._fail(list(batch.rows.values()), lost)
+
+    async def _ended(self, batch: _Batch, state: BatchState) -> BatchState:
+        wait, until = FIRST_POLL_SECONDS, batch.record.created_at + OVERDUE * self._batch_limits.window_seconds
+        while not state.over:
+            if self._clock() > until and not batch.cancelled:
+                batch.cancelled = True
+                until = self._clock() + CANCEL_SECONDS
+                await self._persist(lambda: self._api_calls.cancel(batch.record.batch_id))
+            elif self._clock() > until:
+                raise Transient("batch_overdue", f"status {state.status} after its window")
+            await asyncio.sleep(wait)
+            wait = min(self._batch_limits.poll_seconds, wait * POLL_GROWTH)
+            state = await self._persist(lambda: self._api_calls.look(batch.record.batch_id))
+        return state
+
+    async def _failed(self, batch: _Batch, state: BatchState) -> None:
+        """The provider has refused the file as a whole: nothing of it was done, or is paid."""
+        await self._forget(batch)
+        rows = list(batch.rows.values())
+        if state.code == QUEUE_FULL:
+            await asyncio.sleep(QUEUE_SECONDS)
+            if not self._leaving:
+                await self._follow(await self._submit([row for row in rows if not row.line.done()]))
+            return
+        words = f"{state.code}.{says(state.message)}" if state.code else "no reason was given."
+        if quota_code(state.code):
+            denied = RequestDenied("rejected_429", f"expected an account that can pay, found {words}", of_account=True)
+            self._fail(rows, denied)
+            return
+        self._fail(rows, EngineRefused(f"expected a batch that the provider takes, found it refused: {words}"))
+
+    async def _forget(self, batch: _Batch) -> None:
+        """No row takes a line of it any more."""
+        del self._known[batch.record.key]
+        await asyncio.to_thread(self._records.drop, [batch.record.key])
+
+    async def _collect(self, batch: _Batch, state: BatchState) -> None:
+        """Its files, then each row its line."""
+        lines, ids = OutputLines(), set(batch.ids)
+        longest = self._limit + 4096
+        for number, file_id in enumerate((state.output_file_id, state.error_file_id)):
+            if not file_id:
+                continue
+            path = self._folder / f"{batch.record.key}-{number}.jsonl"
+            try:
+                await self._download(file_id, path)
+            except EngineRefused as error:
+                if error.status not in GONE:
+                    raise
+                log.warning("batch %s: a file of it is missing", state.batch_id)
+                continue
+            await asyncio.to_thread(lines.read, path, ids, longest)
+        if odd := {
+            name: n for name in ("unreadable", "unknown", "doubled") if (n := cast("int", getattr(lines, name)))
+        }:
+            log.warning("batch %s: lines that are not used: %s", state.batch_id, odd)
+        refused = self._all_refused(lines)
+        batch.lines, batch.over = lines, state.status
+        for number, (custom_id, row) in enumerate(list(batch.rows.items())):
+            if refused is not None and not row.line.done():
+                row.line.set_exception(refused)
+            elif not (batch.cancelled and self._leaving and custom_id not in lines.found):
+                self._give(batch, custom_id, row)
+            if number % AT_ONCE == AT_ONCE - 1:
+                await asyncio.sleep(0)
+        batch.given = True
+
+    async def _download(self, file_id: str, path: Path) -> None:
+        most = self._batch_limits.max_output_bytes
+        if not await self._persist(lambda: self._api_calls.download(file_id, path, most)):
+            log.warning("file %s has more than %s bytes; the rest is left", file_id, most)
+
+    def _give(self, batch: _Batch, custom_id: str, row: _Row) -> None:
+        if row.line.done():
+            return
+        found = None if batch.lines is None else batch.lines.found.get(custom_id)
+        if found is None:
+            said = "the batch was cancelled before this row" if batch.over == "cancelled" else "no line of it has come"
+            code = "batch_cancelled" if batch.over == "cancelled" else "missing_in_batch"
+            row.line.set_exception(Transient(code, said, taken=batch.over != "cancelled"))
+        else:
+            self._unread.add(row)
+            self._all_read.clear()
+            row.line.set_result(found)
+
+    def _all_refused(self, lines: OutputLines) -> EngineError | None:
+        """Every line was refused alike: by the key, the model or the settings, not for what a row says."""
+        statuses = {line.status for line in lines.found.values()}
+        if len(lines.found) < ALL_REFUSED or len(statuses) != 1 or not 400 <= (status := statuses.pop()) < 500:
+            return None
+        first = next(iter(lines.found.values())).read()
+        error = error_of(status, {}, first.body)
+        return EngineRefused(str(error)) if isinstance(error, RequestDenied) and not error.of_account else None
+
+    def _fail(self, rows: Sequence[_Row], error: EngineError) -> None:
+        if isinstance(error, EngineRefused | EngineLost) and not isinstance(error, RequestDenied):
+            self._over = error
+        for row in rows:
+            if not row.line.done():
+                row.line.set_exception(error)
+
+    async def _persist(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Repeats a call that fails for a moment, for as long as a provider may be away. Raises EngineError."""
+        loop = asyncio.get_running_loop()
+        wait, began = FIRST_POLL_SECONDS, loop.time()
+        while True:
+            try:
+                return await call()
+            except Transient as error:
+                if loop.time() - began > SILENT_SECONDS:
+                    raise EngineLost("unreachable", f"the Batch API has not answered: {error.code}") from error
+                log.info("the Batch API does not answer: %s", error.code)
+                await asyncio.sleep(max(wait, min(error.retry_after or 0.0, QUEUE_SECONDS)))
+                wait = min(self._batch_limits.poll_seconds, wait * 2)
+            except RowRejected as error:
+                raise EngineRefused(f"expected the Batch API to take the call, found {error.code}") from error
+            except RequestDenied as error:
+                if error.of_account:
+                    raise
+                refused = EngineRefused(f"Batch API: {error}{says(error.message)}")
+                refused.status = error.status
+                raise refused from error
+
+    # --- leaving ---
+
+    async def withdraw(self, seconds: float = CANCEL_SECONDS) -> None:
+        """Nothing more is sent; batches of ours are cancelled, and rows that they have finished get their lines.
+
+        The others wait on. Returns when that is done, or after so many seconds.
+        """
+        self._leaving = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.cancel_batches()
+                if tasks := list(self._tasks):
+                    await asyncio.wait(tasks)
+                await self._all_read.wait()
+
+    async def cancel_batches(self, seconds: float = LEAVE_SECONDS) -> None:
+        """Has the provider cancel the batches that rows wait for: what it has finished is kept there."""
+        waited = [one for one in self._known.values() if one.rows and one.lines is None and one.record.batch_id]
+        for batch in waited:
+            batch.cancelled = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                calls = (self._api_calls.cancel(one.record.batch_id) for one in waited)
+                await asyncio.gather(*calls, return_exceptions=True)  # one may have ended just now

@@ -1,0 +1,40 @@
+"""What is kept of a batch that was sent to a provider: the run that comes after a killed one takes its answers.
+
+It is written down before the batch is created. Without the provider's id of it the batch is looked for by `key`, which
+stands in its metadata.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class SubmittedBatch(BaseModel):
+    """`place`: a digest of the provider's address and of the model. `digests`: of the requests, in their order.
+
+    `batch_id`: the provider's; "" until it is known. `created_at`: Unix seconds.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+    key: str = Field(pattern=r"^[0-9a-f]{32}$")
+    place: str
+    created_at: float
+    digests: tuple[str, ...]
+    input_file_id: str
+    batch_id: str = ""
+
+
+class BatchRecords(Protocol):
+    """Where they are kept. All calls block, and raise what their store raises."""
+
+    def keep(self, batch: SubmittedBatch) -> None:
+        """Write, or replace."""
+
+    def all(self) -> Sequence[SubmittedBatch]:
+        """Those that are there; one that cannot be read is left out."""
+
+    def drop(self, keys: Sequence[str]) -> None:
+        """Delete."""

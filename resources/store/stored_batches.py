@@ -1,0 +1,52 @@
+"""Batches that were sent to a provider's Batch API for rows of one dataset: one small object each.
+
+They go with the journal: a run that continues another one reads both, a regenerate or a redrive has its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from pydantic import ValidationError
+
+from gpu_runner.batch_api.submitted_batches import SubmittedBatch
+from resources.objects.opening import Objects
+
+log = logging.getLogger(__name__)
+
+LARGEST_RECORD = 64 << 20
+MOST_RECORDS = 1_000
+
+
+class StoredBatches:
+    """`purpose`: as of the journal."""
+
+    def __init__(self, objects: Objects, dataset: str, purpose: str = "") -> None:
+        self._objects = objects
+        self._prefix = f"{dataset}/submitted_batches/{purpose or 'ordinary'}/"
+
+    def keep(self, batch: SubmittedBatch) -> None:
+        """Write, or replace. Raises OSError and StoreError."""
+        self._objects.put(self._path(batch.key), batch.model_dump_json().encode())
+
+    def all(self) -> Sequence[SubmittedBatch]:
+        """Those that can be read. Raises OSError and StoreError."""
+        found = []
+        for info in self._objects.list(self._prefix):
+            try:
+                found.append(SubmittedBatch.model_validate_json(self._objects.get(info.path, LARGEST_RECORD)))
+            except FileNotFoundError:
+                continue
+            except ValidationError:
+                log.warning("%s: not a record of a submitted batch; its rows are asked for again", info.path)
+            if len(found) == MOST_RECORDS:
+                break
+        return found
+
+    def drop(self, keys: Sequence[str]) -> None:
+        """Delete."""
+        self._objects.delete([self._path(key) for key in keys])
+
+    def _path(self, key: str) -> str:
+        return f"{self._prefix}{key}.json"

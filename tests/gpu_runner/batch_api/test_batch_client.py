@@ -1,0 +1,334 @@
+"""Rows as files of a Batch API: each gets its line, whatever the provider makes of it, and none is sent twice."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from aiohttp import web
+from support.fake_batch_api import FakeBatchApi, completion, error_line, fake_batch_api, line
+from support.http_server import status
+
+from gpu_runner.batch_api.batch_client import BatchClient
+from gpu_runner.batch_api.submitted_batches import SubmittedBatch
+from gpu_runner.client.protocol import Completion, EngineRefused, RequestDenied, RowRejected, Transient
+from gpu_runner.request_limits import BatchLimits
+from gpu_runner.rows import Generation
+
+MODEL = "m"
+LIMITS = BatchLimits(gather_seconds=0.05, poll_seconds=0.05)
+CHAT = Generation("chat", MODEL, {"max_tokens": 8})
+
+
+@dataclass
+class Records:
+    """In memory."""
+
+    kept: dict[str, SubmittedBatch] = field(default_factory=dict)
+
+    def keep(self, batch: SubmittedBatch) -> None:
+        self.kept[batch.key] = batch
+
+    def all(self) -> Sequence[SubmittedBatch]:
+        return list(self.kept.values())
+
+    def drop(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self.kept.pop(key, None)
+
+
+def on_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """The test on an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(*arguments: Any, **named: Any) -> None:
+        asyncio.run(test(*arguments, **named))
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpu_runner.batch_api.batch_client.FIRST_POLL_SECONDS", 0.01)
+    monkeypatch.setattr("gpu_runner.batch_api.batch_client.QUEUE_SECONDS", 0.05)
+
+
+def client(api: FakeBatchApi, records: Records, limits: BatchLimits = LIMITS, **more: Any) -> BatchClient:
+    labels = {"dataset": "d"}
+    return BatchClient(api.url, CHAT, api_key="s3cret", batches=limits, records=records, labels=labels, **more)
+
+
+def prompt(number: int) -> bytes:
+    return json.dumps([{"role": "user", "content": f"question {number}"}]).encode()
+
+
+async def ask(engine: BatchClient, *numbers: int) -> list[Completion | BaseException]:
+    async with asyncio.timeout(20):
+        return await asyncio.gather(*(engine.generate(prompt(one)) for one in numbers), return_exceptions=True)
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not true():  # noqa: ASYNC110  (neither the provider nor the records have an event)
+            await asyncio.sleep(0.01)
+
+
+def echo(asked: list[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
+    """Each row's question as its answer, the last one first."""
+    texts = [(one, one["body"]["messages"][0]["content"]) for one in reversed(asked)]
+    return [line(one, completion(f"re: {text}", prompt_tokens_details={"cached_tokens": 2})) for one, text in texts], []
+
+
+def texts(found: Sequence[Completion | BaseException]) -> list[object]:
+    return [one.output if isinstance(one, Completion) else type(one).__name__ for one in found]
+
+
+@on_a_loop
+async def test_rows_are_answered_by_the_lines_of_one_batch_whatever_their_order() -> None:
+    records = Records()
+    async with fake_batch_api(MODEL, answer=echo) as api, client(api, records) as engine:
+        assert (await engine.info()).model == MODEL
+        found = await ask(engine, 1, 2, 3, 2)
+        assert texts(found) == ["re: question 1", "re: question 2", "re: question 3", "re: question 2"]
+        assert isinstance(found[0], Completion)
+        assert (found[0].prompt_tokens, found[0].completion_tokens, found[0].cached_tokens) == (5, 3, 2)
+        (batch,) = api.batches.values()
+        assert batch["endpoint"] == "/v1/chat/completions" and batch["completion_window"] == "24h"
+        assert (
+            batch["metadata"]["dataset"] == "d" and "s3cret" not in json.dumps(batch) and api.keys == {"Bearer s3cret"}
+        )
+        assert api.asked[0]["body"]["max_tokens"] == 8
+        assert len({one["custom_id"] for one in api.asked}) == 4
+        assert [record.batch_id for record in records.all()] == ["batch-0"]
+        await engine.settle()
+        assert not records.kept
+
+
+@on_a_loop
+async def test_a_batch_is_no_larger_than_the_provider_takes_it_and_only_so_many_are_open() -> None:
+    limits = replace(LIMITS, max_requests=2, max_open=1)
+    async with fake_batch_api(MODEL, answer=echo) as api, client(api, Records(), limits) as engine:
+        assert texts(await ask(engine, *range(5))) == [f"re: question {one}" for one in range(5)]
+        assert [len(api.lines(batch["input_file_id"])) for batch in api.batches.values()] == [2, 2, 1]
+    limits = replace(LIMITS, max_file_bytes=1024)
+    async with fake_batch_api(MODEL, answer=echo) as api, client(api, Records(), limits) as engine:
+        long = json.dumps([{"role": "user", "content": "x" * 2000}]).encode()
+        with pytest.raises(RowRejected, match="request_too_large"):
+            await engine.generate(long)
+        await ask(engine, *range(6))
+        assert len(api.batches) > 1 and all(
+            len(api.files[one["input_file_id"]]) <= 1024 for one in api.batches.values()
+        )
+
+
+@on_a_loop
+async def test_the_next_client_takes_the_answers_of_a_batch_that_a_killed_one_has_sent() -> None:
+    records = Records()
+    async with fake_batch_api(MODEL, answer=echo, ends=False) as api:
+        async with client(api, records) as killed:
+            waiting = asyncio.create_task(ask(killed, 1, 2, 3))
+            await until(lambda: any(record.batch_id for record in records.all()))
+            waiting.cancel()
+        api.ends = True
+        async with client(api, records) as engine:
+            assert texts(await ask(engine, 2, 1)) == ["re: question 2", "re: question 1"]
+            await engine.settle()
+            assert len(records.kept) == 1, "a line of it may still be asked for"
+            assert texts(await ask(engine, 3, 4)) == ["re: question 3", "re: question 4"]
+            assert len(api.asked) == 4
+            await engine.settle()
+        assert not records.kept
+
+
+@on_a_loop
+async def test_a_batch_whose_creation_was_not_heard_of_is_found_by_its_metadata() -> None:
+    records = Records()
+    async with fake_batch_api(MODEL, answer=echo, ends=False) as api:
+        async with client(api, records) as killed:
+            waiting = asyncio.create_task(ask(killed, 1))
+            await until(lambda: any(record.batch_id for record in records.all()))
+            waiting.cancel()
+        (record,) = records.all()
+        records.keep(record.model_copy(update={"batch_id": ""}))
+        api.ends = True
+        async with client(api, records) as engine:
+            assert texts(await ask(engine, 1)) == ["re: question 1"]
+        assert len(api.batches) == 1
+
+
+@on_a_loop
+async def test_a_lost_answer_to_a_creation_makes_no_second_batch() -> None:
+    async with fake_batch_api(MODEL, answer=echo) as api, client(api, Records()) as engine:
+
+        async def created_but_not_said(request: web.Request) -> web.StreamResponse:
+            await api._batches(request, ["batches"])
+            return web.Response(status=502)
+
+        api.refusals["batches"] = [created_but_not_said]
+        assert texts(await ask(engine, 1)) == ["re: question 1"]
+        assert len(api.batches) == 1
+
+
+@on_a_loop
+async def test_a_record_of_a_batch_that_is_gone_does_not_stop_its_rows() -> None:
+    records = Records()
+    async with fake_batch_api(MODEL, answer=echo) as api:
+        async with client(api, records) as engine:
+            await ask(engine, 1)
+        api.batches.clear()
+        async with client(api, records) as engine:
+            assert texts(await ask(engine, 1)) == ["re: question 1"]
+        assert len(api.batches) == 1 and len(records.kept) == 1
+
+
+@on_a_loop
+async def test_hostile_files_cost_only_the_rows_whose_lines_are_bad() -> None:
+    def answer(asked: list[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
+        good, _missing, expired, wrong, denied, garbage, limited = asked
+        unknown = {**line(good), "custom_id": "who"}
+        output = [
+            unknown,
+            b"not json\n",
+            b"[1]\n",
+            b'{"custom_id": ' + b"9" * 10_000_000 + b"}\n",
+            line(good, completion("first")),
+            line(good, completion("second")),
+            line(wrong, {"choices": []}),
+            line(denied, {"error": {"message": "moderation", "code": "refused"}}, 400),
+            line(limited, {"error": {"message": "slow down"}}, 429),
+            {**line(garbage), "response": {"status_code": "200"}},
+        ]
+        return output, [error_line(expired, "batch_expired")]
+
+    async with fake_batch_api(MODEL, answer=answer) as api, client(api, Records()) as engine:
+        found = await ask(engine, *range(7))
+    assert isinstance(found[0], Completion) and found[0].output == "first"
+    codes = [(type(one), getattr(one, "code", "")) for one in found[1:]]
+    assert codes == [
+        (Transient, "missing_in_batch"),
+        (Transient, "batch_expired"),
+        (Transient, "garbage_body"),
+        (RequestDenied, "rejected_400"),
+        (Transient, "garbage_line"),
+        (Transient, "http_429"),
+    ]
+
+
+@on_a_loop
+async def test_a_missing_output_file_is_missing_rows() -> None:
+    async with fake_batch_api(MODEL, answer=echo) as api, client(api, Records()) as engine:
+        end = api.end
+
+        def without_file(batch: dict[str, Any]) -> None:
+            end(batch)
+            batch["output_file_id"] = "../../files"
+
+        api.end = without_file  # type: ignore[method-assign]
+        (error,) = await ask(engine, 1)
+    assert isinstance(error, Transient) and error.code == "missing_in_batch"
+
+
+@on_a_loop
+async def test_of_an_output_file_without_end_no_more_is_read_than_was_agreed() -> None:
+    limits = replace(LIMITS, max_output_bytes=100_000)
+
+    def answer(asked: list[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
+        return [line(asked[0]), b"x" * 200_000 + b"\n", line(asked[1])], []
+
+    async with fake_batch_api(MODEL, answer=answer) as api, client(api, Records(), limits) as engine:
+        found = await ask(engine, 1, 2)
+    assert texts(found) == ["an answer", "Transient"]
+
+
+@pytest.mark.parametrize(
+    ("path", "refusal", "expected"),
+    [
+        ("files", status(401, '{"error": {"message": "wrong key s3cret"}}'), EngineRefused),
+        ("batches", status(429, '{"error": {"code": "insufficient_quota", "message": "pay"}}'), RequestDenied),
+        ("batches", status(400, '{"error": {"message": "no such endpoint"}}'), EngineRefused),
+    ],
+)
+@on_a_loop
+async def test_what_refuses_every_batch_is_said_at_once(path: str, refusal: Any, expected: type[Exception]) -> None:
+    async with fake_batch_api(MODEL, answer=echo) as api, client(api, Records()) as engine:
+        api.refusals[path] = [refusal]
+        (error,) = await ask(engine, 1)
+        assert type(error) is expected and "s3cret" not in f"{error}"
+        assert not isinstance(error, RequestDenied) or error.of_account
+
+
+@on_a_loop
+async def test_a_batch_that_fails_says_why_and_is_forgotten() -> None:
+    records, errors = Records(), [{"code": "invalid_json_line", "message": "line 1", "param": None, "line": 1}]
+    async with (
+        fake_batch_api(MODEL, status="failed", errors=errors) as api,
+        client(api, records) as engine,
+    ):
+        (error,) = await ask(engine, 1)
+        assert isinstance(error, EngineRefused) and "invalid_json_line" in f"{error}"
+        assert not records.kept
+
+
+@on_a_loop
+async def test_a_full_queue_of_the_account_is_waited_for() -> None:
+    errors = [{"code": "token_limit_exceeded", "message": "enqueued token limit"}]
+    async with (
+        fake_batch_api(MODEL, answer=echo, status="failed", errors=errors) as api,
+        client(api, Records()) as engine,
+    ):
+        asking = asyncio.create_task(ask(engine, 1))
+        await until(lambda: len(api.batches) == 2)
+        api.status = "completed"
+        assert texts(await asking) == ["re: question 1"]
+
+
+@on_a_loop
+async def test_lines_that_are_all_refused_alike_are_not_the_rows_fault() -> None:
+    def answer(asked: list[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
+        return [], [line(one, {"error": {"message": "no such model"}}, 404) for one in asked]
+
+    async with fake_batch_api(MODEL, answer=answer) as api, client(api, Records()) as engine:
+        found = await ask(engine, *range(10))
+    assert {type(one) for one in found} == {EngineRefused}
+
+
+@on_a_loop
+async def test_a_withdrawn_batch_is_cancelled_and_what_it_finished_is_kept() -> None:
+    records = Records()
+    async with fake_batch_api(MODEL, answer=echo, ends=False, finished=2) as api, client(api, records) as engine:
+        asking = [asyncio.create_task(engine.generate(prompt(one))) for one in range(5)]
+        await until(lambda: any(record.batch_id for record in records.all()))
+        await asyncio.wait_for(engine.withdraw(), 10)
+        assert api.batches["batch-0"]["status"] == "cancelled"
+        assert [one.done() for one in asking] == [True, True, False, False, False]
+        for one in asking:
+            one.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        await engine.settle()
+        assert not records.kept
+
+
+@on_a_loop
+async def test_a_batch_that_does_not_end_in_its_window_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpu_runner.batch_api.batch_client.CANCEL_SECONDS", 0.1)
+    limits, records = replace(LIMITS, window_seconds=0.1), Records()
+    async with fake_batch_api(MODEL, answer=echo, ends=False) as api, client(api, records, limits) as engine:
+        (error,) = await ask(engine, 1)
+        assert isinstance(error, Transient) and error.code == "batch_cancelled"
+        assert api.batches["batch-0"]["status"] == "cancelled"
+
+
+@on_a_loop
+async def test_tasks_that_no_batch_takes_are_refused() -> None:
+    async with fake_batch_api(MODEL) as api:
+        engine = BatchClient(
+            api.url, Generation("rerank", MODEL, {}), batches=LIMITS, records=Records(), labels={"dataset": "d"}
+        )
+        async with engine:
+            with pytest.raises(EngineRefused, match="task rerank"):
+                await engine.info()
