@@ -2,11 +2,12 @@
 
     python benchmarks/gates.py [--worlds 480] [--rows 10000] [--in-flight 256] [--seed 1] [--json FILE]
 
-Half of the worlds turn bad at row 500, by one of eight ways, in 75 to 100 % of the rows from then on (90 to 100 % where
-they repeat an output). The others are good: up to 40 % of their rows are bad by one way, or 50 in a row are; or their
-answers are alike or short. Outcomes are given to the gates that a run has by default and to those of the language and
-of the schema, in the order in which rows end: each is taken at random from those in flight. What is paid for a bad
-world are the rows until its gate trips and those in flight then.
+Half of the worlds turn bad at row 500, by one of nine ways, in 75 to 100 % of the rows from then on (90 to 100 % where
+they repeat an output, or one of ten nearly). The others are good: up to 40 % of their rows are bad by one way, or 50 in
+a row are; or their answers are alike or short. Outcomes are given to the gates that a run has by default and to those
+of near repetitions (not where answers share a template), of the language and of the schema, in the order in which rows
+end: each is taken at random from those in flight. What is paid for a bad world are the rows until its gate trips and
+those in flight then.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from batch_assets.gates.quality_gates import QualityGates
 from batch_assets.generation.op import bounds_of
-from batch_assets.spec.gates import GatesSpec, LanguageSpec
+from batch_assets.spec.gates import GatesSpec, LanguageSpec, NearRepeatedSpec
 from gpu_runner.rows import Origin, Outcome
 
 TURN = 500
@@ -61,6 +62,11 @@ def german(rng: random.Random) -> str:
     return "Das ist die Antwort auf diese Frage, und sie handelt von " + " und ".join(rng.choices(GERMAN, k=12)) + "."
 
 
+def nearly(rng: random.Random) -> str:
+    one = random.Random(rng.randrange(10))
+    return " ".join([*one.choices(WORDS, k=60), rng.choice(WORDS)])
+
+
 BAD: dict[str, Make] = {
     "dead": lambda number, rng: outcome(number, None),
     "empty": lambda number, rng: outcome(number, " "),
@@ -69,6 +75,7 @@ BAD: dict[str, Make] = {
     "refused in German": lambda number, rng: outcome(number, "Es tut mir leid, ich kann dabei nicht helfen."),
     "invalid": lambda number, rng: outcome(number, None, error="schema_invalid"),
     "in German": lambda number, rng: outcome(number, german(rng)),
+    "nearly repeated": lambda number, rng: outcome(number, nearly(rng)),
     "repeated": lambda number, rng: outcome(number, LONG),
 }
 GOOD: dict[str, Make] = {
@@ -104,20 +111,21 @@ def in_order_of_ends(outcomes: list[Outcome], in_flight: int, rng: random.Random
     yield from flying
 
 
-SPEC = GatesSpec(language=LanguageSpec(allowed=["en"]), max_invalid_rate=0.5)
+SPEC = GatesSpec(near_repeated=NearRepeatedSpec(), language=LanguageSpec(allowed=["en"]), max_invalid_rate=0.5)
 
 
 def world(number: int, rows: int, in_flight: int, seed: int) -> World:
     rng = random.Random(f"{seed}/{number}")
     good, kind = number % 2 == 1, list(BAD)[number // 2 % len(BAD)]
-    usual = GOOD[rng.choice(list(GOOD))] if kind != "repeated" or not good else GOOD["texts"]
+    usual = GOOD[rng.choice(list(GOOD))] if "repeated" not in kind or not good else GOOD["texts"]
     burst = good and rng.random() < 0.5
-    rate = rng.uniform(0, 0.4) if good else rng.uniform(0.9 if kind == "repeated" else 0.75, 1)
+    rate = rng.uniform(0, 0.4) if good else rng.uniform(0.9 if "repeated" in kind else 0.75, 1)
     turn = rng.randrange(rows - 50) if burst else 0 if good else TURN
     end = turn + 50 if burst else rows
     rate = 1.0 if burst else rate
     outcomes = [(BAD[kind] if turn <= row < end and rng.random() < rate else usual)(row, rng) for row in range(rows)]
-    gates = QualityGates(bounds_of(SPEC, rows, rows), max_tokens=400)
+    spec = SPEC if usual is not GOOD["templates"] else SPEC.model_copy(update={"near_repeated": None})
+    gates = QualityGates(bounds_of(spec, rows, rows), max_tokens=400)
     began = time.process_time()
     for ended, one in enumerate(in_order_of_ends(outcomes, in_flight, rng), 1):
         if trips := gates.note(one):

@@ -14,16 +14,13 @@ import numpy as np
 import pyarrow as pa
 
 from batch_assets.filtering.text_marks import texts_of
-from batch_assets.gates.text_features import needs, words_of
+from batch_assets.gates.text_features import PERMUTATIONS, runs_of, signatures, similarities, words_of
 from batch_assets.spec.row_rules import DuplicatesRule, NearDuplicatesRule
-from resources.store.row_condition import BadCondition
 
 if TYPE_CHECKING:
     import polars as pl
 
 
-PERMUTATIONS = 128
-_SEED = 1
 _FOUND_ENOUGH = 0.97  # chance that two texts which are just similar enough are compared at all
 _MEMORY = "1GB"
 _PAIRS_AT_ONCE = 50_000
@@ -105,8 +102,7 @@ class SimilarTexts:
     """Flags texts that have most of their words in common with an earlier row, by MinHash (Broder, 1997).
 
     Compared are sets of runs of words. Bands of the signatures say which two texts are looked at, the whole signatures
-    how similar they are: eight bits of each of 128 hashes ("b-bit minwise hashing", Li and König, 2010), so that the
-    similarity has a standard error of 0.04.
+    how similar they are.
     """
 
     def __init__(self, rule: NearDuplicatesRule, folder: Path, rows: int) -> None:
@@ -123,17 +119,17 @@ class SimilarTexts:
         there = np.array([bool(one) for one in words], np.bool_)
         if not there.any():
             return
-        runs = [_runs(one, self._rule.words) for one in words if one]
+        runs = [runs_of(one, self._rule.words) for one in words if one]
         found, lines = signatures(runs), lines[there]
-        self._signatures[lines] = found.astype(np.uint8)
+        self._signatures[lines] = found.astype(np.uint8)  # as `similarities` takes them
         for band in range(PERMUTATIONS // self._band):
             part = found[:, band * self._band : (band + 1) * self._band]
             self._keys.add(np.full(len(lines), band, np.uint64), _mixed(part), lines)
 
     def flagged(self) -> Iterator[Any]:
         for earlier, later in self._keys.pairs():
-            same = (self._signatures[earlier] == self._signatures[later]).mean(axis=1)
-            yield later[(same - 1 / 256) / (1 - 1 / 256) >= self._rule.threshold]
+            similarity = similarities(self._signatures[earlier], self._signatures[later])
+            yield later[similarity >= self._rule.threshold]
 
     def close(self) -> None:
         self._keys.close()
@@ -146,21 +142,6 @@ def band_length(threshold: float) -> int:
     compared ("Mining of Massive Datasets", section 3.4.2)."""
     lengths = range(PERMUTATIONS, 0, -1)
     return next((n for n in lengths if 1 - (1 - threshold**n) ** (PERMUTATIONS // n) >= _FOUND_ENOUGH), 1)
-
-
-def signatures(token_sets: list[list[str]]) -> Any:
-    """MinHash signatures of sets of tokens: an array of 32-bit numbers, a line a set. Raises BadCondition."""
-    try:
-        from rensa import RMinHash
-    except ImportError:
-        raise BadCondition(needs("rensa")) from None
-    matrix = RMinHash.digest_matrix_from_token_sets(token_sets, num_perm=PERMUTATIONS, seed=_SEED)
-    return np.array(matrix.to_rows(), np.uint32)
-
-
-def _runs(words: Sequence[str], length: int) -> list[str]:
-    last = max(len(words) - length, 0)
-    return [" ".join(words[first : first + length]) for first in range(last + 1)]
 
 
 def _mixed(part: Any) -> Any:

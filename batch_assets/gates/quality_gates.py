@@ -26,6 +26,7 @@ from typing import Any
 import orjson
 
 from batch_assets.gates.refusals import is_refusal
+from batch_assets.gates.similar_outputs import SimilarTextsBefore
 from batch_assets.gates.text_features import check_languages, is_in_other_language
 from gpu_runner.client.json_schemas.column_types import Misfit, column_types, fitted_row
 from gpu_runner.client.json_schemas.schema_limits import SchemaProblem
@@ -39,10 +40,16 @@ JUDGE_SCORE = "judge_score"
 SHORT_LIMIT = 32  # tokens: a limit up to here is meant to cut
 REMEMBERED, LONG_TEXT = 5_000, 80  # outputs that a repetition is looked for in; letters, below which none counts
 COMPARED = 2_000  # letters of an output
-LANGUAGE_LETTERS = 400  # from an output's beginning
+LANGUAGE_LETTERS, SIMILAR_LETTERS = 400, 1_000  # from an output's beginning
 ONE_IN = 4  # rows that a costly gate looks at while nothing speaks against the rows before
 COUNTED_ROWS = 20_000  # of open batches
-_COUNTED = ("invalid", "repeated", "length", "wrong_language")  # what is known of a row only while it comes
+_COUNTED = (
+    "invalid",
+    "repeated",
+    "near_repeated",
+    "length",
+    "wrong_language",
+)  # what is known of a row only while it comes
 RULE_ROWS = 64
 RULE_COLUMNS = ("row_id", "output", "finish_reason", "error", "prompt_tokens", "completion_tokens", "tries", "seconds")
 
@@ -219,7 +226,7 @@ class GateBounds:
     """Most of the rows that each gate may mark; None: it is off. `letters`: the fewest and the most of an output.
 
     `languages`: of outputs, by ISO 639-1. `phrases`: with which a refusal begins, besides those that are known.
-    `least_rows`: of a stretch that trips a gate.
+    `similarity`: from which on outputs are nearly repeated. `least_rows`: of a stretch that trips a gate.
     """
 
     dead: float | None = None
@@ -228,10 +235,12 @@ class GateBounds:
     cut: float | None = None
     refused: float | None = None
     repeated: float | None = None
+    near_repeated: float | None = None
     length: float | None = None
     wrong_language: float | None = None
     letters: tuple[int, int | None] = (0, None)
     languages: tuple[str, ...] = ()
+    similarity: float = 0.8
     phrases: tuple[str, ...] = ()
     rules: tuple[Rule, ...] = ()
     least_rows: int = 200
@@ -242,7 +251,8 @@ class QualityGates:
     """The gates of one run of a dataset. For one thread.
 
     `max_tokens`: of the answers. `json_schema`: of the outputs, whose fields are columns for the rules.
-    Raises BadCondition for a rule that cannot be evaluated, and for a language that cannot be told.
+    Raises BadCondition for a rule that cannot be evaluated, for a language that cannot be told, and where a package is
+    missing.
     """
 
     def __init__(
@@ -258,6 +268,10 @@ class QualityGates:
         self._add("cut", "are cut at the token limit", None if short else bounds.cut, _is_cut)
         self._add("refused", "refuse the request", bounds.refused, _refusing(bounds.phrases))
         self._add("repeated", "repeat another output", bounds.repeated, _of_text(self._repeats))
+        if bounds.near_repeated is not None:
+            before = SimilarTextsBefore(bounds.similarity, REMEMBERED)
+            mark = _of_text(lambda text: len(text) >= LONG_TEXT and before.look(text[:SIMILAR_LETTERS]))
+            self._add("near_repeated", "nearly repeat another output", bounds.near_repeated, mark, costly=True)
         self._add("length", "are shorter or longer than wanted", bounds.length, _of_text(self._outside))
         if bounds.wrong_language is not None:
             check_languages(bounds.languages)

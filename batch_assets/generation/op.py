@@ -212,7 +212,7 @@ def _endpoint(context: dg.AssetExecutionContext) -> str | None:
 def bounds_of(gates: GatesSpec, rows: int, run_rows: int, judge: JudgeSpec | None = None) -> GateBounds:
     """The gates of a dataset of so many rows, for a run that has some of them: the more there are, the longer is the
     stretch of bad rows that trips them."""
-    length, score = gates.length, None
+    length, similar, score = gates.length, gates.near_repeated, None
     if judge is not None and gates.min_judge_score is not None:
         score = ScoreBound(tuple(judge.scores), *judge.bounds, gates.min_judge_score)
     return GateBounds(
@@ -222,6 +222,8 @@ def bounds_of(gates: GatesSpec, rows: int, run_rows: int, judge: JudgeSpec | Non
         cut=gates.max_cut_rate,
         refused=gates.max_refused_rate,
         repeated=gates.max_repeated_rate,
+        near_repeated=None if similar is None else similar.max_rate,
+        similarity=1.0 if similar is None else similar.similarity,
         length=None if length is None else length.max_rate,
         letters=(0, None) if length is None else (length.min_letters, length.max_letters),
         wrong_language=None if gates.language is None else gates.language.max_rate,

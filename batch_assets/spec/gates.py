@@ -37,6 +37,22 @@ class LengthSpec(Strict):
         return self
 
 
+class NearRepeatedSpec(Strict):
+    """How similar outputs may be."""
+
+    similarity: float = Field(
+        default=0.8,
+        ge=0.5,
+        le=1,
+        description="Runs of three words that two outputs have in common, among all that they have, from which on one "
+        "nearly repeats the other.",
+    )
+    max_rate: Bound = Field(
+        default=0.5,
+        description="Most outputs of 80 letters or more that nearly repeat one of the last 5,000 that were looked at.",
+    )
+
+
 class LanguageSpec(Strict):
     """In which languages an output is to be."""
 
@@ -74,6 +90,7 @@ class GatesSpec(Strict):
         default=[], max_length=100, description="Beginnings of a refusal, besides those known in eight languages."
     )
     length: LengthSpec | None = Field(default=None, description="How long an output is to be.")
+    near_repeated: NearRepeatedSpec | None = Field(default=None, description="How similar outputs may be.")
     language: LanguageSpec | None = Field(default=None, description="In which languages an output is to be.")
     rules: dict[Name, RuleSpec] = Field(default={}, max_length=20, description="Gates of one's own, by their names.")
     least_rows: int = Field(
@@ -96,11 +113,17 @@ class GatesSpec(Strict):
     def names(self) -> tuple[str, ...]:
         """Names of all gates."""
         # Those that came later are names only where they are on: a rule of a file from before may be called so.
-        later = {INVALID: self.max_invalid_rate, WRONG_LANGUAGE: self.language, JUDGE_SCORE: self.min_judge_score}
+        later = {
+            INVALID: self.max_invalid_rate,
+            NEAR_REPEATED: self.near_repeated,
+            WRONG_LANGUAGE: self.language,
+            JUDGE_SCORE: self.min_judge_score,
+        }
         return (*OWN_GATES, *(name for name, written in later.items() if written is not None), *self.rules)
 
 
 JUDGE_SCORE = "judge_score"
 INVALID = "invalid"
+NEAR_REPEATED = "near_repeated"
 WRONG_LANGUAGE = "wrong_language"
 OWN_GATES = ("dead", "empty", "cut", "refused", "repeated", "length")

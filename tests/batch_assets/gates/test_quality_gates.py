@@ -18,6 +18,7 @@ from batch_assets.gates.quality_gates import (
     marked_rows,
 )
 from batch_assets.gates.refusals import is_refusal
+from batch_assets.gates.similar_outputs import SimilarTextsBefore
 from batch_assets.gates.text_features import is_in_other_language
 from gpu_runner.answers import AnswerParts, ToolCall
 from gpu_runner.rows import Outcome
@@ -160,6 +161,51 @@ def test_outputs_in_another_language_have_a_gate() -> None:
     assert trip.gate == "wrong_language" and 100 <= number <= 240, "it looks at each row once one is marked"
     assert trip.describe().startswith("gate wrong_language: ") and "are in another language" in trip.describe()
     assert not trips(gates, [row(number, GERMAN.format(number)) for number in range(800, 900)])
+
+
+def words(drawn: random.Random, number: int) -> list[str]:
+    return [f"word{drawn.randrange(2000)}" for _ in range(number)]
+
+
+def test_outputs_that_nearly_repeat_earlier_ones_have_a_gate() -> None:
+    drawn = random.Random(5)
+    gates = QualityGates(GateBounds(repeated=0.5, near_repeated=0.5))
+    assert not trips(gates, [row(number, " ".join(words(drawn, 60))) for number in range(400)])
+    few = [words(drawn, 60) for _ in range(20)]
+    outputs = [[*drawn.choice(few)[:-1], f"word{drawn.randrange(2000)}"] for _ in range(600)]  # two of 58 runs differ
+    ((number, trip),) = trips(gates, [row(400 + number, " ".join(one)) for number, one in enumerate(outputs)])
+    assert trip.gate == "near_repeated" and number < 400
+    assert "nearly repeat another output" in trip.describe()
+
+
+def test_answers_that_share_half_of_their_words_or_are_short_nearly_repeat_nothing() -> None:
+    drawn = random.Random(6)
+    shared = words(drawn, 40)
+    gates = QualityGates(GateBounds(near_repeated=0.05, least_rows=20))
+    assert not trips(gates, [row(number, " ".join(shared + words(drawn, 40))) for number in range(1500)])
+    assert not trips(gates, [row(number, "A short answer.") for number in range(1500)])
+    marked, looked_at = gates.counted([row(number) for number in range(1500)])
+    assert marked["near_repeated"] <= 2 and looked_at["near_repeated"] > 300
+
+
+@pytest.mark.parametrize("similarity", [0.6, 0.8, 1.0])
+def test_similar_texts_are_found_among_many_and_forgotten_in_their_order(similarity: float) -> None:
+    """Texts of 202 words of which so many runs are those of an earlier one, clearly above and below the bound."""
+    drawn, before = random.Random(7), SimilarTextsBefore(similarity, remembered=500)
+    texts = [words(drawn, 202) for _ in range(400)]
+    assert not any(before.look(" ".join(one)) for one in texts)
+
+    def changed(one: list[str], common: float) -> str:
+        kept = round(2 * common * 200 / (1 + common)) + 2  # runs in both, of 200: Jaccard kept / (400 - kept)
+        return " ".join(one[:kept] + words(drawn, 202 - kept))
+
+    near = [before.look(changed(one, min(1.0, similarity + 0.15))) for one in texts[:100]]
+    far = [before.look(changed(one, similarity - 0.25)) for one in texts[100:200]]
+    assert sum(near) >= 98 and sum(far) <= 1
+    assert all(before.look(" ".join(one)) for one in texts[:100])
+    fresh = [before.look(" ".join(words(drawn, 202))) for _ in range(500)]
+    assert not any(fresh) and not before.look(" ".join(texts[0])), "500 others came after it"
+    assert not before.look("?!") and not before.look("?!")
 
 
 @pytest.mark.parametrize(
