@@ -13,7 +13,7 @@ class BatchLimits:
 
     `max_requests`, `max_file_bytes`: of one input file; `max_output_bytes`: of one output file. `max_open`: batches at
     once. `gather_seconds`: without a further row, until a batch that is not full is sent. `poll_seconds`: between two
-    looks at a batch, at most.
+    looks at a batch, at most. `elsewhere`: another engine can be had, and rows that come back wrong wait for it.
     """
 
     completion_window: str = "24h"
@@ -24,6 +24,7 @@ class BatchLimits:
     max_open: int = 2
     gather_seconds: float = 5.0
     poll_seconds: float = 30.0
+    elsewhere: bool = False
 
     @property
     def rows(self) -> int:

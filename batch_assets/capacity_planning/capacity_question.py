@@ -78,6 +78,7 @@ def decision_of(fleet_db: FleetDatabase, around: FleetView, question: CapacityQu
         options=question.options,
         units=question.units,
         rents=bool(asked.held) or any(one.row_usd is None for one in asked.options),
+        planned=[one.name for one in asked.options],
     )
     return Decision(
         dataset=question.dataset,

@@ -27,13 +27,15 @@ from gpu_runner.planner.planner import in_detail, make_plan
 from gpu_runner.planner.types import ControlTiming, HeldInstance, Plan, PlannedOffer, Target, Work
 from gpu_runner.rows import Task
 from resources.engine_options import PLAIN, EngineOptions
-from resources.fleet.fleet_config import ENDPOINT_VARIABLE, EngineConfig
+from resources.fleet.fleet_config import ENDPOINT_VARIABLE, EngineConfig, FleetConfigError
 from resources.fleet.hosted_engines import (
     ASSUMED_SPEED,
+    BatchVerdict,
     hosted_engines,
     hosted_options,
     unpriced_engines,
     unpriced_options,
+    weigh_batches,
 )
 from resources.fleet.leased_engine import instance_offer
 from resources.fleet.planner_options import beliefs, held, options
@@ -205,11 +207,45 @@ def with_hosted_engines(
     They are taken before anything is rented, so they alone are planned for, unless time presses. With an `endpoint`
     nothing else ever serves: whatever else is offered counts for nothing.
     """
-    hosted = hosted_options(hosted_engines(config, model, endpoint, options), work, speeds)
+    engines = hosted_engines(config, model, endpoint, options)
+    verdicts = batch_verdicts(asked, config, work, model=model, endpoint=endpoint, options=options)
+    left_out = {one.engine.name for one in verdicts if not one.taken}
+    if taken := [one.engine for one in verdicts if one.taken]:
+        return replace(asked, options=hosted_options(taken[:1], work, speeds), held=(), measured=True)
+    hosted = hosted_options([one for one in engines if one.name not in left_out], work, speeds)
     rents = bool(asked.options or asked.held)
     if endpoint or (hosted and not (rents and time_presses(asked.target))):
         return replace(asked, options=hosted, held=(), measured=True)
     return replace(asked, options=(*asked.options, *hosted)) if hosted else asked
+
+
+def batch_verdicts(
+    asked: PlannerInput,
+    config: FleetConfig,
+    work: Workload,
+    *,
+    model: str,
+    endpoint: str | None,
+    options: EngineOptions = PLAIN,
+) -> list[BatchVerdict]:
+    """Of each Batch API of fleet.yaml that serves the model: whether the work goes there, and why."""
+    try:
+        engines = config.engines_for(model, endpoint, options)
+    except FleetConfigError:
+        return []
+    return [
+        weigh_batches(
+            one,
+            work,
+            deadline_in=asked.target.deadline,
+            objective=asked.target.objective,
+            rivals=[engine for engine in engines if engine.kind != "batch_api"],
+            rented=() if endpoint else asked.ranking.ranked,
+            sent_ago=asked.work.started_ago,
+        )
+        for one in engines
+        if one.kind == "batch_api"
+    ]
 
 
 def with_unpriced_engines(
@@ -259,7 +295,8 @@ def _less(option: PlannedOffer, taken: int) -> PlannedOffer:
 class Proposal:
     """What could be done now; nothing is rented for it. `request`, `spend`: of the request under way, if any.
 
-    `clocks`: simulated seconds per real second, by provider.
+    `clocks`: simulated seconds per real second, by provider. `batch_apis`: of each Batch API whether it is taken, a
+    sentence.
     """
 
     dataset: str
@@ -271,6 +308,7 @@ class Proposal:
     spend: Spend | None
     problems: tuple[str, ...]
     clocks: Mapping[str, float]
+    batch_apis: tuple[str, ...] = ()
 
 
 def propose(
@@ -303,15 +341,11 @@ def propose(
         rows_total=work.all_rows,
         started_ago=request.age if request is not None else 0.0,
     )
+    verdicts = batch_verdicts(asked, around.config, work, model=spec.model, endpoint=endpoint, options=spec.engine)
     if hosted:
+        speeds, options = fleet_db.engine_speeds(), spec.engine
         asked = with_hosted_engines(
-            asked,
-            around.config,
-            work,
-            fleet_db.engine_speeds(),
-            model=spec.model,
-            endpoint=endpoint,
-            options=spec.engine,
+            asked, around.config, work, speeds, model=spec.model, endpoint=endpoint, options=options
         )
     elif standing := unpriced_engines(around.config, spec.model, endpoint, spec.engine):
         asked, work = with_unpriced_engines(asked, standing, work, endpoint)
@@ -320,9 +354,9 @@ def propose(
     plan = make_plan(asked.work, asked.options, asked.held, wanted)
     plan = in_detail(plan, asked.work, asked.options, asked.held, wanted)
     work = _assuming(work, *_unmeasured(plan, wanted))
-    name = request.request if request is not None else ""
+    name, said = request.request if request is not None else "", tuple(one.describe() for one in verdicts)
     return Proposal(
-        spec.name, work, wanted, plan, asked.held, name, spend, around.market.stock().problems, around.clocks
+        spec.name, work, wanted, plan, asked.held, name, spend, around.market.stock().problems, around.clocks, said
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from batch_assets.capacity_planning.planner_input import time_presses
@@ -24,16 +25,19 @@ def with_standing_engines(
     options: EngineOptions = PLAIN,
     units: int,
     rents: bool,
+    planned: Collection[str] = (),
 ) -> Command:
     """The command with those that serve the model, or the one at `endpoint`; those that others use do not count.
 
     Where time presses all of them on top of what is rented, but no more than `units` have work; else one instead of it.
-    `rents`: there is something to rent, or something is held.
+    `rents`: there is something to rent, or something is held. `planned`: names of what the planner was asked about: a
+    Batch API that is not among them is not worth it.
     """
     try:
         engines = config.engines_for(model, endpoint, options)
     except FleetConfigError:
         engines = ()
+    engines = [one for one in engines if one.kind != "batch_api" or one.name in planned]
     if not engines or command.pause:
         return command
     others = {beat.run_id for beat in fleet_db.runs() if beat.dataset != dataset}

@@ -12,7 +12,7 @@ import enum
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from batch_assets.durations import duration
 from batch_assets.gates.quality_gates import GateTrip
@@ -44,6 +44,7 @@ class LeaveKind(enum.Enum):
     RETIRED = "retired"  # the fleet gives it up
     BUDGET = "budget"  # it is paid by the token, and the budget pays for no further row
     GATE = "gate"  # too many of the rows that come are bad
+    ELSEWHERE = "elsewhere"  # rows that came back wrong are another engine's to do
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +291,8 @@ class EngineSupervisor:
             self._look(session)
             if self.run.waits and not session.leaving:
                 self._stand_by(session)
+            if not session.leaving and self.run.progress().only_held_back:
+                self._ask_elsewhere(session, "rows that its batches did not bring go elsewhere")
         self._tell_late()
         self._roll_over()
         self._tell_failing(time.monotonic())
@@ -335,6 +338,13 @@ class EngineSupervisor:
         """Nothing to ask before another run has done its batches: it may need this very engine for them."""
         session.leaving = LeaveReason(LeaveKind.OTHER_RUN)
         self.say(f"gives {session.leased.name} back: {session.leaving.describe()}")
+        self.loop.call(session.stop.set)
+
+    def _ask_elsewhere(self, session: EngineSession, why: str) -> None:
+        """No batch is sent by this run any more: what is left is for an engine that answers at once."""
+        self.need = replace(self.need, batches=False)
+        session.leaving = LeaveReason(LeaveKind.ELSEWHERE, why)
+        self.say(f"leaves {session.leased.name}: {why}")
         self.loop.call(session.stop.set)
 
     def _tell_failing(self, now: float) -> None:
@@ -544,7 +554,7 @@ class EngineSupervisor:
                 session.look_at = now + LOOK_SECONDS
                 client, leased, need = self.client, session.leased, self.need
                 session.looking = BackgroundTask(
-                    lambda: client.look(leased) if leased.offer is not None else client.look_for_dataset(need)
+                    lambda: client.look(leased) if leased.offer is not None else client.look_for_dataset(need, leased)
                 )
             return
         if not session.looking.done:
@@ -558,7 +568,10 @@ class EngineSupervisor:
             self.loop.call(lambda: session.leased.spending.succeed(time.monotonic()))
         if session.retire:  # not `stop`: the loop sets that a little later
             return
-        if seen.retired is not None:
+        if seen.late is not None:
+            if not session.leaving:
+                self._ask_elsewhere(session, seen.late)
+        elif seen.retired is not None:
             session.leaving = LeaveReason(LeaveKind.RETIRED, seen.retired)
             self.warn(f"leaves {session.leased.name}: {seen.retired}")
             self._leave(session)

@@ -103,6 +103,7 @@ class EngineWorker:
     def start(self) -> None:
         """Begins to take rows."""
         self.life.start()
+        self.work.holds_back = self.policy.holds_back
         self.spawn(self._watch())
         self.fill()
 
@@ -137,6 +138,9 @@ class EngineWorker:
             self.spending.fly(0)
             return_rows(self.work, self.policy, self.outcomes, self.life.error, self.group, held, blamed)
             self.group = None
+            if self.policy.holds_back:
+                self.work.holds_back = False
+                self.work.release()
             self.work.end_trial(self)
             self.work.count_canaries(self.watchdog.canaries)
             self.life.close()
@@ -228,6 +232,9 @@ class EngineWorker:
             if rows:
                 self.window.on_sent()
         if not rows:
+            if self.work.held_back and not self.in_flight and not self.work.exhausted:  # they keep others from coming
+                self.work.release()
+                self._loop.call_soon(self._wake)
             return None
         for item in rows:
             item.send(now)

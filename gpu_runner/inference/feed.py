@@ -70,6 +70,12 @@ class FeedProgress:
     last_rows: bool
     finished: bool
     turns: int = 0
+    held_back: int = 0
+
+    @property
+    def only_held_back(self) -> bool:
+        """What is left are rows that wait for another engine."""
+        return 0 < self.held_back == self.queued and self.in_flight == 0
 
 
 def _unknown() -> None:
@@ -179,6 +185,7 @@ class Feed:
             last_rows=self._work.exhausted and work.queued == 0 and not self._turns_to_come,
             finished=self.finished,
             turns=counts.turns,
+            held_back=len(work.held_back),
         )
 
     @property
@@ -230,7 +237,7 @@ class Feed:
         most, policy = max(1, allow_open_files() - OTHER_FILES), self._policy
         if limits.batches is not None:
             max_num_seqs = most = limits.batches.rows
-            policy = policy.for_batches(most)
+            policy = policy.for_batches(most, limits.batches.elsewhere)
         window = Window(policy.window, max_num_seqs, most=min(most, limits.concurrency or most), share=share)
         limited = limits.requests_per_minute is not None or limits.tokens_per_minute is not None
         worker = EngineWorker(

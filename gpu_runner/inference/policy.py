@@ -27,6 +27,7 @@ class FeedPolicy:
     `open_bytes` of answers in memory stop the reading and asking of rows, but for the oldest batch. The answers of one
     batch may have `batch_bytes`, or 64 KiB a row where that is more. Commits of more than `commit_bytes` run alone.
     `lists`: of rows that go in one request, where the engine takes several. `hedging`: of rows that are late.
+    `holds_back`: rows that are to be asked again wait for another engine, while this one has others to do.
     """
 
     retry: RetryPolicy = field(default_factory=RetryPolicy)
@@ -50,10 +51,12 @@ class FeedPolicy:
     commit_bytes: int = 32 << 20
     lists: ListLimits = field(default_factory=ListLimits)
     hedging: HedgePolicy = field(default_factory=HedgePolicy)
+    holds_back: bool = False
 
-    def for_batches(self, rows: int) -> FeedPolicy:
+    def for_batches(self, rows: int, holds_back: bool) -> FeedPolicy:
         """For an engine whose answers come hours later, all at once: so many rows are in flight, none of them is ever
         late, and an engine that is silent is not stalled.
         """
         window = replace(self.window, per_slot=1, largest=rows)
-        return replace(self, window=window, stall_seconds=NEVER, hedging=replace(self.hedging, floor_seconds=NEVER))
+        hedging = replace(self.hedging, floor_seconds=NEVER)
+        return replace(self, window=window, stall_seconds=NEVER, hedging=hedging, holds_back=holds_back)

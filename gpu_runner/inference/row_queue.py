@@ -203,6 +203,8 @@ class Work:
         self.open_rows = 0
         self.counts = Counts()
         self._later: list[tuple[float, int, Item]] = []
+        self.held_back: list[Item] = []  # to be asked again by another engine than the one at work
+        self.holds_back = False
         self.low = self.look_below = 0  # `take` calls `on_low` while fewer rows than one of them are ready
         self.on_low: Callable[[], None] = _nothing
         self._order = 0
@@ -211,7 +213,7 @@ class Work:
     @property
     def queued(self) -> int:
         """Rows that no worker holds."""
-        return len(self.ready) + len(self._later) + self.suspects.size
+        return len(self.ready) + len(self._later) + self.suspects.size + len(self.held_back)
 
     @property
     def open_batches(self) -> int:
@@ -290,7 +292,8 @@ class Work:
             item.cancel()
         later, self._later = self._later, [entry for entry in self._later if not _has_ended(entry[2])]
         heapq.heapify(self._later)
-        for _, _, item in later:
+        held, self.held_back = self.held_back, [item for item in self.held_back if not _has_ended(item)]
+        for item in [*(item for _, _, item in later), *held]:
             if _has_ended(item):
                 self.cancel(item)
         complete, self.complete = self.complete, deque(batch for batch in self.complete if not batch.ended)
@@ -391,9 +394,18 @@ class Work:
         item.ask_again()
         if item.group is not None:
             item.group.put_first(item)
+        elif self.holds_back:
+            self.held_back.append(item)
         else:
             self.ready.add(item)
             self.look_below += 1
+
+    def release(self) -> None:
+        """Rows that were held back for another engine are ready."""
+        held, self.held_back = self.held_back, []
+        for item in held:
+            self.ready.add(item)
+        self.look_below += len(held)
 
     def promote(self, now: float) -> None:
         """Makes the rows ready whose time has come."""

@@ -11,6 +11,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from gpu_runner.cost_meter import CostMeter, LeaseUsage, TokenMeter
 from gpu_runner.fleet_database.capacity_plan import PauseKind
@@ -24,8 +25,10 @@ from gpu_runner.offers.speed import Measurement
 from gpu_runner.offers.workload import Workload
 from gpu_runner.providers.base import DiagnosingProvider, Provider
 from gpu_runner.providers.engine_process import EngineStartError, answers
+from gpu_runner.request_limits import RequestLimits
 from resources.fleet.allocation import CapacityAllocation, order_by_plan, waits, waits_for_offer
 from resources.fleet.fleet_config import EngineConfig, FleetConfig
+from resources.fleet.hosted_engines import BatchVerdict, weigh_batches
 from resources.fleet.leased_engine import WARM, LeasedEngine, LeaseSignals, Requirement, StaticEngine, instance_offer
 from resources.fleet.migration import CurrentPlacement, Migration, assigned_move, find_move
 from resources.fleet.provisioning import Pause, Provisioner, ProvisioningFailed, Say
@@ -40,6 +43,7 @@ FAILED_STARTS = 3
 HEALTH_TRIES = 3
 UNKNOWN_SLOTS = 256
 MEASURE_SECONDS = 10.0
+WEIGH_SECONDS = 10.0
 # Rows per slot before an instance's own speed is believed: those in flight count in its time and not in its rows.
 MEASURED_SLOTS = 8
 
@@ -72,6 +76,8 @@ class FleetClient:
         self._warm_instances = WarmInstances(providers, market, fleet_db, self._orders)
         self._measured: Sequence[Measurement] | None = None
         self._measure_at = 0.0
+        self._batches: dict[str, BatchVerdict] = {}
+        self._weigh_at = 0.0
 
     def acquire(
         self, need: Requirement, *, say: Say, pause: Pause, replaces: LeasedEngine | None = None
@@ -195,12 +201,22 @@ class FleetClient:
         why = "" if instance.notice_seconds is None else instance.reason
         return LeaseSignals(instance.notice_seconds, instance.epoch > leased.epoch, retired, why)
 
-    def look_for_dataset(self, need: Requirement) -> LeaseSignals:
-        """The same of an engine that is not rented: it is left when gates have paused the request."""
+    def look_for_dataset(self, need: Requirement, leased: LeasedEngine) -> LeaseSignals:
+        """The same of an engine that is not rented: it is left when gates have paused the request, and a Batch API when
+        the deadline leaves no more time than the work takes elsewhere.
+        """
         target = self.fleet_db.target(need.dataset)
-        if target is None or target.pause is None or target.pause.kind is not PauseKind.QUALITY:
+        if target is None:
             return LeaseSignals()
-        return LeaseSignals(retired=target.pause.describe())
+        if target.pause is not None and target.pause.kind is PauseKind.QUALITY:
+            return LeaseSignals(retired=target.pause.describe())
+        now = time.monotonic()
+        if leased.limits.batches is None or target.deadline_in is None or now < self._weigh_at:
+            return LeaseSignals()
+        self._weigh_at = now + WEIGH_SECONDS
+        verdicts = self._verdicts(need, self.config.engines_for(need.model, need.endpoint, need.engine))
+        late = [one.why for one in verdicts if one.engine.name == leased.name and one.elsewhere and not one.in_time]
+        return LeaseSignals(late=late[0] if late else None)
 
     def why_lost(self, leased: LeasedEngine) -> str:
         """What is known of an engine that was lost: the fleet's record of its end, else what its provider says now."""
@@ -214,7 +230,9 @@ class FleetClient:
 
     def _standing(self, need: Requirement, limit: int, note: Say, pause: Pause) -> LeasedEngine | RunActivity:
         """The first that is free and that the budget pays for. Raises BudgetReached when it pays for none of them."""
-        engines = self.config.engines_for(need.model, need.endpoint, need.engine, batches=need.batches)
+        engines = self._weighed(
+            need, self.config.engines_for(need.model, need.endpoint, need.engine, batches=need.batches)
+        )
         asked_at = self.heartbeat.now()
         refused: dict[str, BudgetReached] = {}
         for engine in engines:
@@ -234,6 +252,42 @@ class FleetClient:
         notes = [f"{name} is held by run {self.fleet_db.holder(name)}" for name in held]
         notes += [f"{name}: {error}" for name, error in refused.items()]
         return waits(WaitKind.ENGINES_HELD, ", ".join(notes))
+
+    def _weighed(self, need: Requirement, engines: Sequence[EngineConfig]) -> Sequence[EngineConfig]:
+        """The engines without the Batch APIs that are not worth it; those that are come first."""
+        verdicts = self._verdicts(need, engines)
+        if not verdicts:
+            return engines
+        self._batches = {one.engine.name: one for one in verdicts}
+        taken = [one.engine for one in verdicts if one.taken]
+        return [*taken, *(engine for engine in engines if engine.name not in self._batches)]
+
+    def _verdicts(self, need: Requirement, engines: Sequence[EngineConfig]) -> list[BatchVerdict]:
+        apis = [engine for engine in engines if engine.kind == "batch_api"]
+        if not apis:
+            return []
+        work, target = need.work(), self.fleet_db.target(need.dataset)
+        rented = self.ranking(need, work).ranked if self.providers and not need.endpoint else ()
+        return [
+            weigh_batches(
+                one,
+                work,
+                deadline_in=None if target is None else target.deadline_in,
+                objective=need.objective,
+                rivals=[engine for engine in engines if engine.kind != "batch_api"],
+                rented=rented,
+                sent_ago=0.0 if target is None else target.age,
+            )
+            for one in apis
+        ]
+
+    def _limits(self, need: Requirement, engine: EngineConfig) -> RequestLimits:
+        if not engine.runs_already:
+            return engine.limits
+        limits, verdict = need.limits.over(engine.limits), self._batches.get(engine.name)
+        if limits.batches is None or verdict is None:
+            return limits
+        return replace(limits, batches=replace(limits.batches, elsewhere=verdict.elsewhere))
 
     def _refusal(self, need: Requirement, engine: EngineConfig) -> BudgetReached | None:
         """Why the budget pays for no row on the engine; None where it does, or where its tokens cost nothing."""
@@ -262,7 +316,8 @@ class FleetClient:
             provider=engine.provider,
             instance_type=engine.instance_type,
             spending=spending,
-            limits=need.limits.over(engine.limits) if engine.runs_already else engine.limits,
+            limits=self._limits(need, engine),
+            why=self._batches[engine.name].describe() if engine.name in self._batches else "",
             own=standing.own,
             close=standing.close,
             tls=tls,

@@ -5,17 +5,88 @@ without a price. Pure.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from gpu_runner.offers.offer import HOUR, Offer, RankedOffer
+from gpu_runner.money import format_usd
+from gpu_runner.offers.offer import HOUR, Objective, Offer, RankedOffer
 from gpu_runner.offers.speed import Speed
 from gpu_runner.offers.workload import Workload
 from gpu_runner.planner.types import PlannedOffer
+from gpu_runner.request_limits import BatchLimits
 from resources.engine_options import PLAIN, EngineOptions
 from resources.fleet.fleet_config import EngineConfig, FleetConfig, FleetConfigError
 
 ASSUMED_SPEED = 1_000.0  # tokens per second of one that was never used; its cost does not depend on it
 ASSUMED_SPREAD = 0.5  # relative standard deviation of that speed, as of any that is estimated
 SOURCE = "fleet.yaml"
+MARGIN = 1.1  # times the windows of batches, that the deadline must leave
+ELSEWHERE_MARGIN = 2.0  # times what the work takes elsewhere: then batches that have not come are not waited for
+
+
+@dataclass(frozen=True, slots=True)
+class BatchVerdict:
+    """Whether the work goes to a Batch API. `why`: a sentence for people. `in_time`: whether its batches may come
+    before the deadline, and can still be waited for.
+    """
+
+    engine: EngineConfig
+    taken: bool
+    in_time: bool
+    why: str
+    elsewhere: bool = True  # something else can be had
+
+    def describe(self) -> str:
+        """For people."""
+        return f"{self.engine.name} {'is taken' if self.taken else 'is not taken'}: {self.why}"
+
+
+def weigh_batches(
+    engine: EngineConfig,
+    work: Workload,
+    *,
+    deadline_in: float | None,
+    objective: Objective,
+    rivals: Sequence[EngineConfig],
+    rented: Sequence[RankedOffer],
+    sent_ago: float = 0.0,
+) -> BatchVerdict:
+    """A Batch API against all else that serves the model: `rivals` of fleet.yaml, and what can be `rented`, best first.
+
+    `deadline_in`: seconds that are left. `sent_ago`: since its batches were sent, of a request under way.
+    """
+    limits = engine.limits.batches
+    assert limits is not None
+    usd, window = work.tokens * _usd_per_token(engine, work), _windows(limits, work)
+    rounds = round(window / limits.window_seconds)
+    hours = limits.completion_window + (f" × {rounds}" if rounds > 1 else "")
+    others = [(work.tokens * _usd_per_token(one, work), one.name, work.tokens / ASSUMED_SPEED) for one in rivals]
+    others += [(one.usd, one.offer.name, one.seconds) for one in rented]
+    said = f"its tokens cost {format_usd(usd)} $"
+    if not others:
+        return BatchVerdict(engine, True, True, f"{said}; nothing else can be had", elsewhere=False)
+    cheapest, name, _ = min(others)
+    said += f", {name} {format_usd(cheapest)} $"
+    if deadline_in is not None:
+        left, needed = f"the {_hours(deadline_in)} that are left", MARGIN * window - sent_ago
+        if deadline_in < needed:
+            return BatchVerdict(engine, False, False, f"its window of {hours} is longer than {left}; {said}")
+        if deadline_in < ELSEWHERE_MARGIN * min(seconds for _, _, seconds in others):
+            return BatchVerdict(engine, False, False, f"{left} are needed to do the work elsewhere; {said}")
+    if objective == "fastest":
+        return BatchVerdict(engine, False, True, f"the fastest is wanted, and its window is {hours}; {said}")
+    if cheapest <= usd:
+        return BatchVerdict(engine, False, True, said)
+    fits = "" if deadline_in is None else f"; its window of {hours} fits the {_hours(deadline_in)} that are left"
+    return BatchVerdict(engine, True, True, f"{said}{fits}")
+
+
+def _windows(limits: BatchLimits, work: Workload) -> float:
+    """Seconds of as many windows as there are rounds of batches."""
+    return limits.window_seconds * max(1, -(-work.rows // limits.rows))
+
+
+def _hours(seconds: float) -> str:
+    return f"{seconds / HOUR:.3g} h" if seconds >= 0.1 * HOUR else f"{max(0.0, seconds):.0f} s"
 
 
 def hosted_engines(
@@ -99,7 +170,7 @@ def hosted_offers(
 def _speed(engine: EngineConfig, work: Workload, speeds: Mapping[str, float]) -> float:
     """Tokens per second. What goes out as batches takes as long as the provider may take, however much it is."""
     if (batches := engine.limits.batches) is not None:
-        return max(1.0, work.tokens) / batches.window_seconds
+        return max(1.0, work.tokens) / _windows(batches, work)
     return speeds.get(engine.name, ASSUMED_SPEED)
 
 

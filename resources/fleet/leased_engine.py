@@ -112,7 +112,7 @@ class LeaseSignals:
     """What a leased instance's row says to its holder.
 
     `notice_seconds`: until it is taken away, if its provider gave notice, and `notice_reason` its words for why.
-    `succeeded`: another run has it now.
+    `succeeded`: another run has it now. `late`: why its batches are not waited for any more; None: they are.
     `retired`: it is to end, and the holder to leave it; why, for people. None: it stays.
     """
 
@@ -120,6 +120,7 @@ class LeaseSignals:
     succeeded: bool = False
     retired: str | None = None
     notice_reason: str = ""
+    late: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

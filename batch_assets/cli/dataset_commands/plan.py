@@ -62,6 +62,7 @@ def as_json(found: Proposal) -> dict[str, Any]:
         "next_best": [_candidate_json(one) for one in plan.next_best],
         "curve": [_candidate_json(one) for one in plan.curve],
         "assumptions": [str(one) for one in found.work.assumptions],
+        "batch_apis": list(found.batch_apis),
         "problems": list(found.problems),
         "clocks": dict(found.clocks),
     }
@@ -165,6 +166,7 @@ def report(view: Proposal) -> Group:
         f"wanted: {wanted_words(view.target)}",
         *([f"held: {len(view.held)} instances; spent so far: {format_usd(view.spend.usd)} $"] if view.spend else []),
         *([scale] if (scale := scale_words(view.clocks)) else []),
+        *(f"batch API: {text}" for text in view.batch_apis),
         *(f"problem: {text}" for text in view.problems),
     ]
     parts: list[Text | Table] = [Text(line) for line in head]

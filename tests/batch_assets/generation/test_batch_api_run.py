@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -166,5 +167,32 @@ def test_a_terminated_run_has_its_batch_cancelled_and_the_next_one_takes_what_it
                 await run.serve(leased(api))
             run.close()
             assert run.missing() == [] and run.progress().dead == 0 and len(api.asked) == 30 + 23
+
+    asyncio.run(work())
+
+
+def test_rows_that_come_back_wrong_wait_for_another_engine_and_the_others_are_not_kept_waiting(
+    local_objects: Objects,
+) -> None:
+    store = DatasetStore(local_objects, "d")
+    manifest = write_snapshot(store, questions(30))
+
+    def answer(asked: list[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
+        return [line(one) for one in asked if "is 1 plus" not in one["body"]["messages"][-1]["content"]], []
+
+    async def work() -> None:
+        async with fake_batch_api(MODEL, answer=answer) as api:
+            run, stop = a_run(store, manifest, "run-1", policy=POLICY), asyncio.Event()
+            serving = asyncio.create_task(run.serve(leased(api, replace(LIMITS, elsewhere=True)), stop))
+            await until(lambda: run.progress().only_held_back)
+            assert (run.progress().ok, run.progress().held_back, len(api.batches)) == (29, 1, 1)
+            stop.set()
+            await asyncio.wait_for(serving, 20)
+            assert run.progress().queued == 1 and not run.progress().held_back
+            api.answer = lambda asked: ([line(one) for one in asked], [])
+            async with asyncio.timeout(30):
+                await run.serve(leased(api))
+            run.close()
+            assert run.missing() == [] and run.progress().ok == 30 and not records(local_objects)
 
     asyncio.run(work())

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import yaml
 
-from gpu_runner.offers.speed import LengthMix
+from gpu_runner.offers.offer import Offer, RankedOffer
+from gpu_runner.offers.speed import LengthMix, Speed
 from gpu_runner.offers.workload import Workload
 from gpu_runner.token_price import TokenPrice
 from resources.endpoints import allow
 from resources.fleet.fleet_config import FleetConfig, FleetConfigError
-from resources.fleet.hosted_engines import hosted_engines, hosted_offers, hosted_options
+from resources.fleet.hosted_engines import hosted_engines, hosted_offers, hosted_options, weigh_batches
 from resources.pricing.token_prices import TokenPriceConfig, parse_token_price
 
 URL = "http://127.0.0.1:9"
@@ -141,13 +142,54 @@ def test_a_batch_api_says_what_is_missing(tmp_path: Path, given: dict[str, Any],
 
 
 def test_a_batch_api_takes_as_long_as_its_window_and_costs_its_tokens(tmp_path: Path) -> None:
-    config = load(tmp_path, {**BATCH, "batch": {"completion_window": "2h", "max_requests_per_batch": 7}})
+    config = load(tmp_path, {**BATCH, "batch": {"completion_window": "2h", "max_requests_per_batch": 700}})
     limits = config.engines[0].limits.batches
-    assert limits is not None and (limits.window_seconds, limits.max_requests) == (7200, 7)
+    assert limits is not None and (limits.window_seconds, limits.max_requests) == (7200, 700)
     assert config.may_serve("m") and not config.may_serve("m", batches=False)
     (option,) = hosted_options(hosted_engines(config, "m", None), WORK, {"b": 5.0})
     assert WORK.tokens / option.tokens_per_second == pytest.approx(7200)
     assert option.usd_per_hour * 2 == pytest.approx(WORK.tokens * 0.5 / 1e6)
+
+
+def rented(usd: float, seconds: float) -> RankedOffer:
+    offer = Offer("gpus", "eu", "h100", "H100", 1, 80.0, False, 2.0, 60.0, 0.99, 0.0, "test")
+    return RankedOffer(offer, Speed(1000.0, "measured"), seconds, usd)
+
+
+HOUR = 3600.0
+
+
+@pytest.mark.parametrize(
+    ("deadline", "offers", "more", "taken", "why"),
+    [
+        (None, [], {}, True, "nothing else can be had"),
+        (None, [rented(1.0, HOUR)], {}, True, "its tokens cost 0.20 $, gpus/eu/h100 1.00 $"),
+        (None, [rented(0.1, HOUR)], {}, False, "its tokens cost 0.20 $, gpus/eu/h100 0.10 $"),
+        (30 * HOUR, [rented(1.0, HOUR)], {}, True, "its window of 24h fits the 30 h that are left"),
+        (5 * HOUR, [rented(1.0, HOUR)], {}, False, "its window of 24h is longer than the 5 h that are left"),
+        (25 * HOUR, [rented(1.0, HOUR)], {}, False, "is longer than the 25 h"),
+        (10 * HOUR, [rented(1.0, HOUR)], {"sent_ago": 20 * HOUR}, True, "fits the 10 h that are left"),
+        (1 * HOUR, [rented(1.0, HOUR)], {"sent_ago": 29 * HOUR}, False, "the 1 h that are left are needed to do"),
+        (None, [rented(1.0, HOUR)], {"objective": "fastest"}, False, "the fastest is wanted"),
+    ],
+)
+def test_a_batch_api_is_weighed_against_what_can_be_rented(
+    tmp_path: Path, deadline: float | None, offers: list[RankedOffer], more: dict[str, Any], taken: bool, why: str
+) -> None:
+    (api,) = load(tmp_path, BATCH).engines
+    given: dict[str, Any] = {"objective": "cheapest", **more}
+    found = weigh_batches(api, WORK, deadline_in=deadline, rivals=[], rented=offers, **given)
+    assert (found.taken, found.elsewhere) == (taken, bool(offers)) and why in found.describe()
+
+
+def test_a_batch_api_is_weighed_against_engines_of_the_file_and_by_all_its_rounds(tmp_path: Path) -> None:
+    batch = {**BATCH, "batch": {"max_requests_per_batch": 100, "max_open_batches": 2}}
+    api, dear, free = load(tmp_path, batch, engine(2.0), {"name": "own", "kind": "endpoint", "url": URL}).engines
+    given: dict[str, Any] = {"objective": "cheapest", "rented": ()}
+    assert weigh_batches(api, WORK, deadline_in=None, rivals=[dear], **given).taken
+    assert not weigh_batches(api, WORK, deadline_in=None, rivals=[dear, free], **given).taken
+    late = weigh_batches(api, WORK, deadline_in=100 * HOUR, rivals=[dear], **given)  # 1,000 rows in rounds of 200
+    assert not late.taken and "24h × 5 is longer" in late.why
 
 
 def test_the_earlier_name_of_the_time_out_of_a_request_is_understood(tmp_path: Path) -> None:

@@ -298,6 +298,21 @@ def test_an_engine_that_is_paid_by_the_token_is_planned_with_its_price(home: Pat
     assert plan("--budget-usd", str(least))[0] == 0
 
 
+def test_plan_says_why_a_batch_api_is_taken_or_not(home: Path) -> None:
+    own = {"gpu": "L40S", "gpu_memory_gib": 48, "price_per_hour": 900.0}
+    batch = {**HOSTED, "kind": "batch_api", "usd_per_million_tokens": 0.01}
+    (home / "fleet.yaml").write_text(yaml.safe_dump({"engines": [batch], "local": [own]}))
+    declare(home, deadline=None)
+    _, found = plan()
+    assert [one["offer"] for one in found["chosen"]["fleet"]] == ["api"]
+    assert found["batch_apis"][0].startswith("api is taken: its tokens cost")
+    _, found = plan("--deadline", "5h")
+    assert [one["offer"] for one in found["chosen"]["fleet"]] != ["api"]
+    assert found["batch_apis"][0].startswith("api is not taken: its window of 24h is longer than the 5 h that are left")
+    said = CliRunner().invoke(app, ["plan", "d"]).output
+    assert "batch API: api is taken" in " ".join(said.split())
+
+
 def test_a_priced_engine_is_taken_before_anything_is_rented_and_offers_ranks_it(home: Path) -> None:
     own = {"gpu": "L40S", "gpu_memory_gib": 48, "price_per_hour": 0.5}
     engine = {**HOSTED, "usd_per_million_tokens": 0.01}
