@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -19,8 +20,20 @@ Verdict = tuple[str, str]
 
 
 @pytest.fixture(scope="session")
-def verdicts() -> dict[int, Verdict]:
-    """What became of each case, in one process with a limit on its memory; another one goes on after a crash."""
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Verdict]:
+    """What became of each case. Workers of one pytest share them: the first one that needs them finds them out."""
+    place = tmp_path_factory.getbasetemp()
+    place = place.parent if "PYTEST_XDIST_WORKER" in os.environ else place
+    file = place / "verdicts.json"
+    with (place / "verdicts.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not file.exists():
+            file.write_text(json.dumps([verdict for _, verdict in sorted(_judged().items())]))
+    return {number: (said, words) for number, (said, words) in enumerate(json.loads(file.read_text()))}
+
+
+def _judged() -> dict[int, Verdict]:
+    """In one process with a limit on its memory; another one goes on after a crash."""
     found: dict[int, Verdict] = {}
     while len(found) < len(CASES):
         command = [sys.executable, "-m", "hostile.judge", str(len(found)), str(MEGABYTES)]
