@@ -233,6 +233,8 @@ def wants(chain: Chain, rows: int, hub: LocalHub) -> dict[str, str]:
         one |= {"columns": ["topic", "questions"], "push": {"repo": f"me/{one['name']}"}}
     drawn = {"temperature": 1.0, "seed": 7, "max_tokens": 40}
     chain.change("scores", judge={**judge, "accept": "score >= 5"}, sampling=drawn, exports=exports, **batch)
+    for step in ("questions", "scores"):
+        chain.change(step, checks={"max_dead_rate": 0.1})  # now and then so small a model writes no list, or no score
     return {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN}
 
 
