@@ -32,8 +32,9 @@ from gpu_runner.client.engine_client import EngineClient, EngineInfo, EngineLost
 from gpu_runner.client.vector_length import VectorLength
 from gpu_runner.inference.failures.failing_requests import FailingRequests
 from gpu_runner.inference.feed import FeedPolicy, FeedProgress
+from gpu_runner.inference.prefix_order import PrefixPolicy
 from gpu_runner.request_limits import BatchLimits
-from gpu_runner.rows import SIMULATED, Batch, Outcome, Row
+from gpu_runner.rows import POOLED, SIMULATED, Batch, Outcome, Row
 from resources.fleet.resource import LeasedEngine
 from resources.objects.opening import CorruptObject
 from resources.objects.store_health import StoreHealth
@@ -319,6 +320,9 @@ RELEASE_SECONDS = 0.5
 CLOSE_SECONDS = 2.0
 # Vectors take eight times as much memory as store.
 VECTOR_MEMORY = 4
+# Rows that are put in the order of their prompts together: the more, the more share a document; the fewer, the earlier
+# batches are committed, and the less of a range is claimed ahead.
+PREFIX_ROWS = 4_000
 
 
 class RangeRun:
@@ -363,7 +367,7 @@ class RangeRun:
         self._worker = JobWorker[RangeJob](
             self.source.batches(),
             self._pool,
-            policy=self._enough_memory(policy or FeedPolicy()),
+            policy=self._enough_memory(policy or self._policy()),
             rng=rng,
             vectors=VectorLength(vector_length(store, manifest, reuse)),
             committed=RangeJob.committed,
@@ -552,6 +556,11 @@ class RangeRun:
 
     async def _in_thread(self, call: Callable[[], None]) -> None:
         await asyncio.get_running_loop().run_in_executor(self._pool, call)
+
+    def _policy(self) -> FeedPolicy:
+        if self.generation.task in POOLED:  # of which engines keep no prefixes
+            return FeedPolicy()
+        return FeedPolicy(prefixes=PrefixPolicy(rows=PREFIX_ROWS))
 
     def _enough_memory(self, policy: FeedPolicy) -> FeedPolicy:
         factor = VECTOR_MEMORY if self.generation.task == "embedding" else 1

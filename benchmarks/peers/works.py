@@ -163,12 +163,13 @@ def tiny_model(python: Path, folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def vllm_engine(python: Path, model: Path) -> Iterator[Engine]:
-    """A vLLM server on the CPU. SystemExit: it did not start."""
+def vllm_engine(python: Path, model: Path, *more: str) -> Iterator[Engine]:
+    """A vLLM server on the CPU, with `more` flags, which win. SystemExit: it did not start."""
     began, port = time.monotonic(), free_port()
     scratch = Path(tempfile.mkdtemp(prefix="v"))
     command = [sys.executable, "-m", "gpu_runner.providers.process_guard", "--", str(python), "-m"]
-    command += ["vllm.entrypoints.openai.api_server", *vllm_flags(model), "--host", "127.0.0.1", "--port", str(port)]
+    command += ["vllm.entrypoints.openai.api_server", *vllm_flags(model), *more]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
     environment = {**os.environ, **vllm_environment(scratch), "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "120"}
     with (scratch / "log").open("wb") as log:
         process = subprocess.Popen(

@@ -116,7 +116,7 @@ class Feed:
         self._policy = policy or FeedPolicy()
         self._rng = rng or random.Random()
         memory = AnswerMemory(self._policy.open_bytes, self._policy.batch_bytes)
-        self._work = Work(on_row, memory, vectors or VectorLength())
+        self._work = Work(on_row, memory, vectors or VectorLength(), self._policy.prefixes)
         self._work.on_low = self._check_room
         self._work.call_below(self._policy.ahead)
         self._failure: BaseException | None = None
@@ -333,7 +333,8 @@ class Feed:
         for worker in self._workers:
             worker.fill()
         self._start_commits()
-        self._work.call_below(max(self._policy.ahead, sum(worker.window.size for worker in self._workers) // 4))
+        quarter = sum(worker.window.size for worker in self._workers) // 4
+        self._work.call_below(max(self._policy.ahead, quarter, self._work.prefixes.ahead))
         self._check_room()
         self._timer.set(self._work.next_due)
         if self.finished:

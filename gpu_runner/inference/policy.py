@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from gpu_runner.inference.failures.retry import RetryPolicy
 from gpu_runner.inference.late_rows import HedgePolicy
+from gpu_runner.inference.prefix_order import PrefixPolicy
 from gpu_runner.inference.windows.concurrency_window import WindowPolicy
 from gpu_runner.micro_batches.list_limits import ListLimits
 
@@ -26,7 +27,8 @@ class FeedPolicy:
     many in all that were never sent. No batch is read while prompts of `ahead_bytes` or more are ready.
     `open_bytes` of answers in memory stop the reading and asking of rows, but for the oldest batch. The answers of one
     batch may have `batch_bytes`, or 64 KiB a row where that is more. Commits of more than `commit_bytes` run alone.
-    `lists`: of rows that go in one request, where the engine takes several. `hedging`: of rows that are late.
+    `prefixes`: whether rows are sent in the order of their prompts. `lists`: of rows that go in one request, where the
+    engine takes several. `hedging`: of rows that are late.
     `holds_back`: rows that are to be asked again wait for another engine, while this one has others to do.
     """
 
@@ -49,6 +51,7 @@ class FeedPolicy:
     open_bytes: int = 64 << 20
     batch_bytes: int = 64 << 20
     commit_bytes: int = 32 << 20
+    prefixes: PrefixPolicy = field(default_factory=PrefixPolicy)
     lists: ListLimits = field(default_factory=ListLimits)
     hedging: HedgePolicy = field(default_factory=HedgePolicy)
     holds_back: bool = False

@@ -5,8 +5,8 @@ waiting for its next try, among the suspects, or held by an engine worker; row_s
 
 Of rows that are ready, those of a higher priority are sent first. Owners of one priority take turns of ROWS_IN_TURN
 rows, so that rows which go in one request stay together. Of one owner the rows that are due first go first, and of
-those that are due together the ones that were read first: rows that come back from an engine or from a failed try have
-their old place.
+those that are due together the ones that were read first, or those that stand before others in the order of their
+prompts (prefix_order.py): rows that come back from an engine or from a failed try have their old place.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from gpu_runner.client.vector_length import VectorLength
 from gpu_runner.inference.answer_memory import AnswerMemory, bytes_of, bytes_of_turns
 from gpu_runner.inference.failures.failing_requests import FailureRecord
 from gpu_runner.inference.poison_rows import Group, PoisonBisector
+from gpu_runner.inference.prefix_order import Place, PrefixOrder, PrefixPolicy
 from gpu_runner.inference.row_state import NEXT_TURN, Item, OpenBatch
 from gpu_runner.rows import Batch, Outcome, Row, Turn, Urgency
 
 ROWS_IN_TURN = 64
 
-Entry = tuple[float, int, Item]  # when it is due, in which order it was read
+Entry = tuple[float, Place, int, Item]  # when it is due, its place, in which order it was read
 
 
 @dataclass(slots=True)
@@ -58,7 +59,7 @@ class ReadyRows:
         """In no order."""
         for owners in self._priorities.values():
             for rows in owners.rows.values():
-                yield from (item for _, _, item in rows)
+                yield from (entry[-1] for entry in rows)
 
     def add(self, item: Item) -> None:
         """One more."""
@@ -74,7 +75,7 @@ class ReadyRows:
         priority = max(self._priorities)
         owners = self._priorities[priority]
         owner, rows = next(iter(owners.rows.items()))
-        item = heapq.heappop(rows)[2]
+        item = heapq.heappop(rows)[-1]
         self._had = owners.had
         owners.had += 1
         if owners.had == ROWS_IN_TURN:
@@ -88,7 +89,7 @@ class ReadyRows:
         found = min((self._entry(item) for item in self if is_wanted(item)), default=None)
         if found is None:
             return None
-        item, urgency = found[2], found[2].batch.urgency
+        item, urgency = found[-1], found[-1].batch.urgency
         rows = self._priorities[urgency.priority].rows[urgency.owner]
         rows.remove(found)
         heapq.heapify(rows)
@@ -111,7 +112,7 @@ class ReadyRows:
         gone = [item for item in self if is_gone(item)]
         for priority, owner in {(item.batch.urgency.priority, item.batch.urgency.owner) for item in gone}:
             rows = self._priorities[priority].rows
-            rows[owner] = [entry for entry in rows[owner] if not is_gone(entry[2])]
+            rows[owner] = [entry for entry in rows[owner] if not is_gone(entry[-1])]
             heapq.heapify(rows[owner])
             self._leave_if_empty(priority, owner)
         for item in gone:
@@ -128,13 +129,13 @@ class ReadyRows:
         )
         if (owners := self._priorities.get(urgency.priority)) is None:
             return found
-        own = sum(due <= urgency.due for due, _, _ in owners.rows.get(urgency.owner, ()))
+        own = sum(entry[0] <= urgency.due for entry in owners.rows.get(urgency.owner, ()))
         most = (own // ROWS_IN_TURN + 1) * ROWS_IN_TURN
         return found + own + sum(min(len(rows), most) for owner, rows in owners.rows.items() if owner != urgency.owner)
 
     @staticmethod
     def _entry(item: Item) -> Entry:
-        return item.batch.urgency.due, item.order, item
+        return item.batch.urgency.due, item.place, item.order, item
 
     def _took(self, priority: int, owner: str, item: Item) -> None:
         self._leave_if_empty(priority, owner)
@@ -190,9 +191,14 @@ class Work:
     """
 
     def __init__(
-        self, on_row: Callable[[str, str, Outcome], None], memory: AnswerMemory, vectors: VectorLength
+        self,
+        on_row: Callable[[str, str, Outcome], None],
+        memory: AnswerMemory,
+        vectors: VectorLength,
+        prefixes: PrefixPolicy,
     ) -> None:
         self.memory, self.vectors = memory, vectors
+        self.prefixes = PrefixOrder(prefixes)
         self.failures = FailureRecord()
         self.ready = ReadyRows()
         self.suspects: PoisonBisector[Item] = PoisonBisector()
@@ -230,14 +236,16 @@ class Work:
                 self.memory.keep(opened.bytes, *bytes_of(outcome))
                 if self.vectors.expected is None and isinstance(outcome.output, tuple):
                     self.vectors.expected = len(outcome.output)
-        for index, row in enumerate(batch.rows):
-            if outcomes[index] is None:
-                item = Item(row, opened, index, self._order)
-                if begun := _begun(row, batch.begun.get(row.row_id, ())):
-                    item.resume(begun)
-                    self._keep_turns(item, 1)
-                self.ready.add(item)
-                self._order += 1
+        unknown = [index for index, outcome in enumerate(outcomes) if outcome is None]
+        places = self.prefixes.places([batch.rows[index].prompt for index in unknown])
+        for index, place in zip(unknown, places, strict=True):
+            row = batch.rows[index]
+            item = Item(row, opened, index, self._order, place=place)
+            if begun := _begun(row, batch.begun.get(row.row_id, ())):
+                item.resume(begun)
+                self._keep_turns(item, 1)
+            self.ready.add(item)
+            self._order += 1
         self.counts.known += len(outcomes) - opened.left
         self._open[opened] = None
         self.open_rows += len(outcomes)

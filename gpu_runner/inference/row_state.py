@@ -26,6 +26,7 @@ from enum import IntEnum
 from gpu_runner.client.protocol import Completion, Repair
 from gpu_runner.inference.answer_memory import BatchBytes
 from gpu_runner.inference.poison_rows import Group
+from gpu_runner.inference.prefix_order import AS_READ, Place
 from gpu_runner.micro_batches.bisection import RefusedList
 from gpu_runner.rows import ALIKE, Outcome, Row, Turn, Urgency, next_request
 
@@ -134,7 +135,7 @@ class Item:
     `turns` are those of a conversation that were answered; `conversation` is the prompt with them and what the user
     says next, empty before the first one is. `user_request` asks a model for what the user says next, where that is to
     be written now; the last one of `turns` has no answer yet once it is. What is counted, of failures, tokens and
-    seconds, is that of the text that is asked for now.
+    seconds, is that of the text that is asked for now. `place` among the rows of its owner, before `order`.
     """
 
     row: Row
@@ -163,6 +164,7 @@ class Item:
     turns: tuple[Turn, ...] = ()
     conversation: bytes = b""
     user_request: bytes = b""
+    place: Place = AS_READ
 
     @property
     def prompt(self) -> bytes:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from support import range_worker
 from support.simulated_engine import simulated_engine
-from support.snapshots import MODEL, questions, write_snapshot
+from support.snapshots import MODEL, SourceRow, questions, write_snapshot
 from support.timing import PATIENCE
 
 from batch_assets.generation.range_run import Intent, plan_range
@@ -34,11 +34,20 @@ def eventually(true: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.05)
 
 
+def scattered_documents() -> list[SourceRow]:
+    """Rows that a run sends in another order than that of the source: 100 documents, six questions each."""
+    return [
+        SourceRow(f"id-{i:06d}", f"document {i % 100:04d} {'x' * 1500} What is {i}?", {"level": i % 5})
+        for i in range(ROWS)
+    ]
+
+
 @pytest.mark.soak("losses")
-def test_six_kills_of_two_runs_of_one_range_repeat_only_rows_in_flight(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rows", [questions(ROWS), scattered_documents()], ids=["questions", "documents"])
+def test_six_kills_of_two_runs_of_one_range_repeat_only_rows_in_flight(tmp_path: Path, rows: list[SourceRow]) -> None:
     root, database = str(tmp_path / "store"), f"sqlite:///{tmp_path}/fleet.db"
     store = DatasetStore(open_objects(root), "d")
-    manifest = write_snapshot(store, questions(ROWS), batch_rows=BATCH)
+    manifest = write_snapshot(store, rows, batch_rows=BATCH)
     numbers, rng = itertools.count(), random.Random(1)
     workers: dict[str, subprocess.Popen[bytes]] = {}
     in_flight = 0
