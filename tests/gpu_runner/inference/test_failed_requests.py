@@ -18,6 +18,7 @@ from gpu_runner.inference.engine_liveness import EngineLiveness
 from gpu_runner.inference.failed_requests import FailedRequests
 from gpu_runner.inference.failures.retry import RetryPolicy
 from gpu_runner.inference.policy import FeedPolicy
+from gpu_runner.inference.prefix_order import PrefixPolicy
 from gpu_runner.inference.row_queue import Work
 from gpu_runner.inference.row_state import Item, RowState
 from gpu_runner.inference.windows.concurrency_window import Window
@@ -31,7 +32,7 @@ class Worker:
 
     def __init__(self, rows: int = 8) -> None:
         sink = Sink()
-        self.work = Work(sink.on_row, AnswerMemory(1 << 20, 1 << 20), VectorLength())
+        self.work = Work(sink.on_row, AnswerMemory(1 << 20, 1 << 20), VectorLength(), PrefixPolicy())
         for batch in batches(rows):
             self.work.open(batch)
         self.life = WorkerLife()
