@@ -51,14 +51,15 @@ def export_declared(
     *,
     base: Path,
     of: GeneratedDatasetSpec | None = None,
-    pushes: bool = True,
+    final: bool = True,
     told: Callable[[ExportRecord], None] = lambda record: None,
 ) -> WrittenExport:
     """Write an export of the published table, push it where that is said, and have CURRENT name it; what is there is
     not written again.
 
-    `base`: where a relative `to` begins. `of`: the dataset, for the card of what is pushed. `pushes`: False keeps the
-    files here, and the export is not done yet. Raises ExportError, StoreError.
+    `base`: where a relative `to` begins. `of`: the dataset, for the card of what is pushed. `final`: False where more
+    rows are to come: the files stay here, nothing is appended, and the export is not done yet. Raises ExportError,
+    StoreError.
     """
     table = _table(store, spec)
     if table is None:
@@ -66,6 +67,9 @@ def export_declared(
         what = parts.get(spec.part or "", "a published table")
         raise ExportError(f"expected {what} of {store.dataset}, found none; {store.mended_by_run}")
     place, version = export_place(store, spec, base), export_version(table, spec)
+    if spec.appends and not final:
+        nothing = ExportRecord(dataset=table.dataset, version=table.version, options=_options(table, spec).as_json())
+        return WrittenExport(version, nothing, place, place)
     if spec.format == "delta":
         record = write_delta(
             store.objects,
@@ -92,7 +96,7 @@ def export_declared(
         place.put(CURRENT, version.encode())
         for old in there - {CURRENT, version, before}:
             _delete_version(place, old)
-    pushed = push_export(store, files, record, spec.push, of) if spec.push is not None and pushes else None
+    pushed = push_export(store, files, record, spec.push, of) if spec.push is not None and final else None
     return WrittenExport(version, record, place, files, pushed)
 
 

@@ -552,9 +552,10 @@ def passed_asset(spec: GeneratedDatasetSpec, folder: Path) -> dg.AssetsDefinitio
 
 def export_asset(spec: GeneratedDatasetSpec, export: ExportSpec, folder: Path) -> dg.AssetsDefinition:
     """Files that are made of the table, of the rows that pass the filter, or of the judged ones. While too few rows are
-    accepted, which the filter says, the files are not pushed."""
+    accepted, which the filter says, the files are neither pushed nor appended."""
     made_of = dg.AssetKey([spec.name, export.part or TABLE])
-    counted = [ledger.passed_key(spec.name)] if export.push is not None and spec.rules is not None else []
+    once = export.push is not None or export.appends
+    counted = [ledger.passed_key(spec.name)] if once and spec.rules is not None else []
 
     @_asset(
         key=ledger.export_key(spec.name, export.name),
@@ -569,8 +570,8 @@ def export_asset(spec: GeneratedDatasetSpec, export: ExportSpec, folder: Path) -
                 cancellation_in_words(context, lambda: _canceled(spec.name)),
                 fleet.alive(context.run.run_id, spec.name, f"writing the export {export.name}"),
             ):
-                pushes = not rounds_follow(spec.name, data.objects, _specs_with(spec))
-                written = export_declared(data, export, base=folder, of=spec, pushes=pushes)
+                final = not rounds_follow(spec.name, data.objects, _specs_with(spec))
+                written = export_declared(data, export, base=folder, of=spec, final=final)
         except ExportError as error:
             raise dg.Failure(f"{spec.name}: exports: {export.name}: {error}", allow_retries=False) from None
         return dg.MaterializeResult(data_version=dg.DataVersion(written.version), metadata=export_metadata(written))

@@ -102,6 +102,11 @@ class ExportSpec(Strict):
     )
 
     @property
+    def appends(self) -> bool:
+        """Whether each version stays beside those before: none is written that the next round of a `want` replaces."""
+        return self.format == "delta" and self.mode == "append"
+
+    @property
     def part(self) -> str | None:
         """Which of the tables that are made of the dataset's own one it is made of; None: that one itself."""
         return PASSED if self.passed else JUDGED if self.judged else None

@@ -87,6 +87,18 @@ def test_each_version_is_appended_once_and_named(local_objects: Objects, tmp_pat
     assert second.record.rows == {"train": 59}
 
 
+@pytest.mark.parametrize("mode", ["append", "overwrite"])
+def test_while_more_rows_are_to_come_nothing_is_appended(local_objects: Objects, tmp_path: Path, mode: str) -> None:
+    """A dataset that wants rows publishes a table after each round: a table that grows has the last one alone."""
+    store, spec = published(local_objects, tmp_path), ExportSpec.model_validate(DELTA | {"mode": mode})
+    round_ = export_declared(store, spec, base=tmp_path, final=False)
+    assert is_exported(store, spec, tmp_path) == (mode == "overwrite")
+    assert round_.record.rows == ({} if mode == "append" else {"train": 49})
+    published(local_objects, tmp_path, 60)
+    assert len(lines(export_declared(store, spec, base=tmp_path))) == 59
+    assert is_exported(store, spec, tmp_path)
+
+
 def test_only_partitions_with_rows_are_replaced(local_objects: Objects, tmp_path: Path) -> None:
     store = published(local_objects, tmp_path)
     whole = write(store, tmp_path, partition_by=["topic"])

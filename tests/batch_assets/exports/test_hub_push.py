@@ -327,7 +327,7 @@ def test_an_export_is_current_once_it_is_pushed(local_objects: Objects, tmp_path
     store, spec = published(local_objects, tmp_path), ExportSpec.model_validate(SFT)
     write(store, tmp_path, push=None)
     assert not is_exported(store, spec, tmp_path)
-    early = export_declared(store, spec, base=tmp_path, of=declared(), pushes=False)
+    early = export_declared(store, spec, base=tmp_path, of=declared(), final=False)
     assert early.pushed is None and not hub.repositories and not is_exported(store, spec, tmp_path)
     write(store, tmp_path)
     assert is_exported(store, spec, tmp_path)
