@@ -1,6 +1,6 @@
 """How long `batch-assets run` takes on a new home, from the command to the first row that an engine is asked.
 
-    python benchmarks/start.py [--dataset example] [--times 3] [--fleet] [--json FILE]
+    python benchmarks/start.py [--dataset example | --rows N] [--times 3] [--fleet] [--json FILE]
 
 Starts a simulated engine, then the real command on a new DAGSTER_HOME and a new store, and cancels it once the engine
 has answered a row. When the engine got its first request stands in its request log; the other moments are Dagster's
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -66,13 +66,13 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Seconds after the command. `cpu` is in processor seconds, up to the first request, as is `cpu_total`."""
+    """Seconds after the command. `cpu` and `cpu_total`: processor seconds up to the first answer, or to the end."""
 
     first_request: float
     first_answer: float
     cpu_total: float
     load_average: float
-    moments: list[tuple[float, str]] = field(default_factory=list)
+    moments: list[tuple[float, str]] = field(default_factory=list)  # of Dagster's events, and after the first request
     cpu: list[tuple[float, str, float]] = field(default_factory=list)
 
 
@@ -99,7 +99,8 @@ class Watch:
                 fields = (entry / "stat").read_text().rpartition(")")[2].split()
                 process.cpu = (int(fields[11]) + int(fields[12])) / self._tick
                 command = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                process.name = name_of((entry / "comm").read_text().strip(), command)
+                if command != [""]:  # of one that has ended
+                    process.name = name_of((entry / "comm").read_text().strip(), command)
 
 
 def name_of(name: str, command: Sequence[str]) -> str:
@@ -127,13 +128,23 @@ def engine(model: str, log: Path) -> Iterator[str]:
         process.wait()
 
 
-def logged(folder: Path, event: str) -> float | None:
-    """Time of the first event of this kind in the request logs below the folder."""
+def logged(folder: Path, event: str) -> list[float]:
+    """Times of the events of this kind in the request logs below the folder, in order."""
     found = []
     for log in folder.rglob("*.requests"):
         lines = [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
-        found += [line["t"] for line in lines if line["event"] == event][:1]
-    return min(found, default=None)
+        found += [line["t"] for line in lines if line["event"] == event]
+    return sorted(found)
+
+
+def declare(folder: Path, rows: int, model: str) -> str:
+    """Write a dataset of so many rows into a folder of definitions; its name."""
+    about = {"name": "start_rows", "model": model, "prompt": {"user": "Say {{ number }}."}, "batch_rows": 250}
+    about["source"] = {"grid": {"number": [str(one) for one in range(rows)]}}
+    (folder / "start_rows").mkdir(parents=True)
+    declared = {"type": "batch_assets.GeneratedDataset", "attributes": about}
+    (folder / "start_rows" / "defs.yaml").write_text(yaml.safe_dump(declared))
+    return "start_rows"
 
 
 def moments(home: Path, began: float) -> list[tuple[float, str]]:
@@ -141,18 +152,35 @@ def moments(home: Path, began: float) -> list[tuple[float, str]]:
     found: list[tuple[float, str]] = []
     with dg.DagsterInstance.from_config(str(home)) as instance:
         for run in instance.get_runs():
-            what = "rows" if any(key.path[-1] == "rows" for key in run.asset_selection or ()) else "prompts"
+            selected = {key.path[-1] for key in run.asset_selection or ()}
+            what = "rows" if "rows" in selected else "table" if run.job_name.endswith("_publish") else "prompts"
             for record in instance.get_records_for_run(run.run_id, of_type=set(EVENTS)).records:
                 kind = record.event_log_entry.get_dagster_event().event_type
                 found.append((round(record.timestamp - began, 2), f"{what}: {EVENTS[kind]}"))
     return sorted(found)
 
 
-def measure(folder: Path, dataset: str, endpoint: str | None) -> Start:
-    """One start on a new home below the folder, and its end."""
+@contextlib.contextmanager
+def started(folder: Path, words: Sequence[str], given: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """The command `batch-assets` with these words; is interrupted when the body ends, if it still runs."""
+    command = [str(Path(sys.executable).with_name("batch-assets")), *words]
+    with (folder / "command.log").open("wb") as log:
+        process = subprocess.Popen(command, env={**os.environ, **given}, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            yield process
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(END_SECONDS)
+
+
+def measure(folder: Path, dataset: str, endpoint: str | None, rows: int | None, model: str) -> Start:
+    """One start on a new home below the folder, and its end. With `rows`: of a dataset of so many, to its end."""
     home = folder / "home"
     home.mkdir()
     given = {"DAGSTER_HOME": str(home), "BATCH_ASSETS_STORE": str(folder / "data")}
+    if rows is not None:
+        dataset = declare(folder / "defs", rows, model)
+        given["BATCH_ASSETS_DEFS"] = str(folder / "defs")
     words = ["--endpoint", endpoint] if endpoint else []
     if not endpoint:
         fleet = FleetConfig.embedded().model_dump(
@@ -162,28 +190,32 @@ def measure(folder: Path, dataset: str, endpoint: str | None) -> Start:
         (home / "fleet.yaml").write_text(yaml.safe_dump(fleet))
     watch, load = Watch(f"DAGSTER_HOME={home}"), os.getloadavg()[0]
     began, ticks = time.time(), time.monotonic()
-    command = [str(Path(sys.executable).with_name("batch-assets")), "run", dataset, *words]
-    with (folder / "command.log").open("wb") as log:
-        process = subprocess.Popen(command, env={**os.environ, **given}, stdout=log, stderr=subprocess.STDOUT)
-        used: list[tuple[float, str, float]] = []
-        try:
-            while (answered := logged(folder, "finished")) is None:
-                if process.poll() is not None or time.monotonic() - ticks > MOST_SECONDS:
-                    raise SystemExit(f"no row was answered; the command said:\n{(folder / 'command.log').read_text()}")
-                watch.look(round(time.monotonic() - ticks, 1))
-                used = [(one.since, one.name, round(one.cpu, 2)) for one in watch.processes.values()]
-                time.sleep(LOOK_SECONDS)
-        finally:
-            process.send_signal(signal.SIGINT)
-            process.wait(END_SECONDS)
-    asked = logged(folder, "received")
-    assert asked is not None
+    ends: dict[str, float] = {}
+    used: list[tuple[float, str, float]] = []
+    with started(folder, ["run", dataset, *words], given) as process:
+        while True:
+            said = (folder / "command.log").read_text()
+            if process.poll() is not None or (rows is None and logged(folder, "finished")):
+                break
+            if "\ntable: " in said:
+                ends.setdefault("RESULT PRINTED", round(time.time() - began, 2))
+            if time.monotonic() - ticks > MOST_SECONDS + (rows or 0) / 100:
+                break
+            watch.look(round(time.monotonic() - ticks, 1))
+            used = [(one.since, one.name, round(one.cpu, 2)) for one in watch.processes.values()]
+            time.sleep(LOOK_SECONDS)
+        ended = time.time()
+    asked, answered = logged(folder, "received"), logged(folder, "finished")
+    if not answered or (rows is not None and process.returncode != 0):
+        raise SystemExit(f"no row was answered, or not all; the command said:\n{said}")
+    if rows is not None:
+        ends |= {"LAST ANSWER": round(answered[-1] - began, 2), "END": round(ended - began, 2)}
     return Start(
-        round(asked - began, 2),
-        round(answered - began, 2),
+        round(asked[0] - began, 2),
+        round(answered[0] - began, 2),
         round(sum(cpu for _, _, cpu in used), 2),
         load,
-        moments(home, began),
+        sorted([*moments(home, began), *((at, what) for what, at in ends.items())]),
         sorted(used),
     )
 
@@ -191,7 +223,7 @@ def measure(folder: Path, dataset: str, endpoint: str | None) -> Start:
 def told(start: Start) -> str:
     """The timeline and the processes, as a text."""
     lines = [f"first request {start.first_request:.2f} s, first answer {start.first_answer:.2f} s"]
-    lines += [f"  {at:6.2f}  {what}" for at, what in [*start.moments, (start.first_request, "FIRST REQUEST")]]
+    lines += [f"  {at:6.2f}  {what}" for at, what in sorted([*start.moments, (start.first_request, "FIRST REQUEST")])]
     lines += [f"processor seconds: {start.cpu_total:.1f} (load average before: {start.load_average:.1f})"]
     lines += [f"  {cpu:6.2f}  {name}, from {since:.1f} s" for since, name, cpu in start.cpu]
     return "\n".join(lines)
@@ -200,6 +232,7 @@ def told(start: Start) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time from `batch-assets run` to the first request of an engine")
     parser.add_argument("--dataset", default="example")
+    parser.add_argument("--rows", type=int, help="a dataset of so many rows in its place, to the end")
     parser.add_argument("--model", default="Qwen/Qwen3-0.6B", help="that the dataset asks for")
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--fleet", action="store_true", help="rent from the embedded simulated providers")
@@ -210,7 +243,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="start-") as name, contextlib.ExitStack() as stack:
             folder = Path(name)
             url = None if given.fleet else stack.enter_context(engine(given.model, folder / "engine.requests"))
-            found.append(measure(folder, given.dataset, url))
+            found.append(measure(folder, given.dataset, url, given.rows, given.model))
             print(told(found[-1]), flush=True)
     if given.json:
         given.json.write_text(json.dumps([asdict(one) for one in found], indent=1))

@@ -3,7 +3,8 @@
 The stock daemons, started as `dagster-daemon run` starts them (dagster/_daemon/cli). What differs is what they cost
 while nothing happens: connections to SQLite are kept, the code server is asked less often who it is, its definitions
 are not read again every minute, and freshness is evaluated for the assets that have a policy, not for all of them.
-`dagster-daemon run` does the same work on the same home, for more processor time.
+And sensors, queue and retries take their turn when a run was queued or has ended (woken_daemons.py).
+`dagster-daemon run` does the same work on the same home, later and for more processor time.
 """
 
 from __future__ import annotations
@@ -20,15 +21,19 @@ import yaml
 from dagster._core.workspace.context import IWorkspaceProcessContext
 from dagster._core.workspace.load_target import WorkspaceFileTarget
 from dagster._daemon import controller
-from dagster._daemon.daemon import DaemonIterator, DagsterDaemon, MonitoringDaemon
+from dagster._daemon.auto_run_reexecution.event_log_consumer import EventLogConsumerDaemon
+from dagster._daemon.daemon import DaemonIterator, DagsterDaemon, MonitoringDaemon, SensorDaemon
 from dagster._daemon.freshness import FreshnessDaemon
+from dagster._daemon.run_coordinator.queued_run_coordinator_daemon import QueuedRunCoordinatorDaemon
 from dagster._utils.interrupts import capture_interrupts, setup_interrupt_handlers
 
 from batch_assets import settings
 from batch_assets.dagster_internals.code_server import answers
 from batch_assets.dagster_internals.event_batches import write_together
 from batch_assets.dagster_internals.kept_connections import keep_connections
+from batch_assets.dagster_internals.process_end import run_process
 from batch_assets.dagster_internals.server_ids import ask_seldom
+from batch_assets.dagster_internals.woken_daemons import WokenQueue, WokenRetries, WokenSensors, runs_watch
 
 # A server with other definitions has another id, which is seen within seconds. This is for what nobody thought of.
 READ_AGAIN_SECONDS = 600
@@ -68,8 +73,15 @@ class SweepingMonitoringDaemon(MonitoringDaemon):
 
 def daemons_of(instance: dg.DagsterInstance) -> Iterable[DagsterDaemon[Any]]:
     """What this instance needs, as Dagster lists it."""
+    watch = runs_watch(instance)
     for daemon in controller.create_daemons_from_instance(instance):
-        if type(daemon) is FreshnessDaemon:
+        if type(daemon) is SensorDaemon:
+            yield WokenSensors(instance.get_sensor_settings(), watch)
+        elif type(daemon) is QueuedRunCoordinatorDaemon:
+            yield WokenQueue(daemon.interval_seconds, watch)
+        elif type(daemon) is EventLogConsumerDaemon:
+            yield WokenRetries(daemon.interval_seconds, watch)
+        elif type(daemon) is FreshnessDaemon:
             yield PolicyFreshnessDaemon()
         elif type(daemon) is MonitoringDaemon:
             yield SweepingMonitoringDaemon(interval_seconds=daemon.interval_seconds)
@@ -136,4 +148,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from batch_assets.dagster_internals.code_server import serve_definitions_by
+from batch_assets.dagster_internals.process_end import run_process
 from batch_assets.local_dagster import definitions_server, first_server, worker_template
 from batch_assets.local_dagster.first_server import FirstServer
 from batch_assets.local_dagster.worker_template import TemplateError
@@ -56,4 +57,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)

@@ -21,7 +21,7 @@ from batch_assets.dagster_internals import UnresolvedAssetJobDefinition
 from batch_assets.filtering.wanted_rows import standing
 from batch_assets.orchestration.source_place import CommittedPart
 from batch_assets.orchestration.trial import wanted_entries
-from batch_assets.sensors.instance import SECONDS, instance_of
+from batch_assets.sensors.instance import WOKEN_SECONDS, instance_of
 from batch_assets.sensors.many_datasets import Rounds, TickOutcome
 from batch_assets.snapshot.cache import SnapshotCache
 from batch_assets.spec.chain import round_of, steps_to, wanting
@@ -66,7 +66,7 @@ def chain_sensor(
     @dg.sensor(
         name="chain",
         jobs=list(jobs.values()),
-        minimum_interval_seconds=SECONDS,
+        minimum_interval_seconds=WOKEN_SECONDS,
         default_status=dg.DefaultSensorStatus.RUNNING,
         description="Refreshes the next dataset of a chain when the table that it reads is published "
         "(`batch-assets run NAME --upstream`, or the job `NAME_refresh_upstream`), and one that wants more accepted "

@@ -19,6 +19,7 @@ from resources.fleet.resource import GpuFleet
 
 # The daemon looks for due sensors every five seconds: an interval of just that would often miss a turn.
 SECONDS = 4
+WOKEN_SECONDS = 1  # of those that go on after a run: our daemon looks at once when one has ended
 
 _lock = threading.Lock()
 _kept: dict[str, dg.DagsterInstance] = {}

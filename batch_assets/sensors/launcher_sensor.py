@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,7 +15,7 @@ from batch_assets.kubernetes.run_workers import WorkerSizes
 from batch_assets.orchestration.launch_plan import plan_launch, run_size
 from batch_assets.orchestration.trial import wanted_entries
 from batch_assets.publishing.dead_letters import dead_batches
-from batch_assets.sensors.instance import SECONDS, fleet_database_of, instance_of
+from batch_assets.sensors.instance import WOKEN_SECONDS, fleet_database_of, instance_of
 from batch_assets.sensors.many_datasets import Rounds, TickOutcome
 from batch_assets.snapshot.cache import SnapshotCache
 from batch_assets.spec.endpoint_limits import LIMIT_TAGS
@@ -44,44 +43,6 @@ COPIED_TAGS = (ENDPOINT_TAG, SIMULATE_TAG, ROWS_TAG, *OPTION_TAGS, *LIMIT_TAGS) 
 _NOT_ASKED = "{} batches are missing, but nobody asked for this snapshot: start {}_refresh to generate them"
 NO_SIZES = WorkerSizes()
 Targeted = Callable[[str], DatasetTarget | None]  # what the fleet's database says of a dataset
-WAIT_SECONDS = 4.0  # less than from one tick to the next
-LOOK_SECONDS = 0.25
-_UNDER_WAY = [dg.DagsterRunStatus.QUEUED, dg.DagsterRunStatus.STARTING, dg.DagsterRunStatus.STARTED]
-
-
-class SourceWait:
-    """Repeats a tick that has found nothing to start while a refresh or re-drive of the datasets is under way.
-
-    Dagster's daemon looks for due sensors every five seconds (dagster/_daemon/sensor.py, MIN_INTERVAL_LOOP_TIME);
-    reading a source often takes less, and its batches are to be started at once and not at the next tick. The first
-    tick of a new process waits for one to begin: a Dagster is often started because of one.
-    """
-
-    def __init__(
-        self,
-        names: Sequence[str],
-        clock: Callable[[], float] = time.monotonic,
-        pause: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._names, self._clock, self._pause = list(names), clock, pause
-        self._first = True
-
-    def tick(self, instance: dg.DagsterInstance, look: Callable[[], dg.SensorResult]) -> dg.SensorResult:
-        """What the last look found: runs to start, or nothing after at most four seconds."""
-        deadline, first, self._first = self._clock() + WAIT_SECONDS, self._first, False
-        while True:
-            awaited = self.reading(instance) or first  # before the look: one that ends in between is looked for again
-            found = look()
-            if found.run_requests or not awaited or self._clock() >= deadline:
-                return found
-            self._pause(LOOK_SECONDS)
-
-    def reading(self, instance: dg.DagsterInstance) -> bool:
-        """Whether a run that asks for batches is under way."""
-        return any(
-            instance.get_runs(dg.RunsFilter(tags={tag: self._names}, statuses=_UNDER_WAY), limit=1)
-            for tag in (REFRESH_TAG, REDRIVE_TAG)
-        )
 
 
 def launcher_sensor(
@@ -91,13 +52,13 @@ def launcher_sensor(
 
     `workers`: CPU and memory of a run's worker by the size of its range, where runs are pods.
     """
-    rounds, wait = Rounds(sorted(specs)), SourceWait(sorted(specs))
+    rounds = Rounds(sorted(specs))
     caches = {name: SnapshotCache() for name in specs}
 
     @dg.sensor(
         name="launcher",
         asset_selection=dg.AssetSelection.assets(*(ledger.rows_key(name) for name in sorted(specs))),
-        minimum_interval_seconds=SECONDS,
+        minimum_interval_seconds=WOKEN_SECONDS,
         default_status=dg.DefaultSensorStatus.RUNNING,
         description="Starts runs for the batches that a refresh or re-drive of any dataset wants.",
     )
@@ -116,10 +77,7 @@ def launcher_sensor(
             ]
             return replace(found, requests=sized)
 
-        def tick() -> dg.SensorResult:
-            return rounds.tick(context, instance, look)
-
-        return tick() if context.code_location_origin is None else wait.tick(instance, tick)  # None: no code server
+        return rounds.tick(context, instance, look)
 
     return launcher
 

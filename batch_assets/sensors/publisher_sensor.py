@@ -18,7 +18,7 @@ from batch_assets.catalog.backfills import range_runs
 from batch_assets.catalog.publications import PUBLISH_ATTEMPTS, ledger_state, publish_job, publish_runs
 from batch_assets.dagster_internals import UnresolvedAssetJobDefinition
 from batch_assets.orchestration.asset_checks import StaleBatches
-from batch_assets.sensors.instance import SECONDS, instance_of
+from batch_assets.sensors.instance import WOKEN_SECONDS, instance_of
 from batch_assets.sensors.many_datasets import Rounds, TickOutcome
 from batch_assets.snapshot.cache import SnapshotCache
 from batch_assets.tags import PUBLISH_TAG, PUBLISH_VOID_TAG, REFRESH_TAG
@@ -38,7 +38,7 @@ def publisher_sensor(
     @dg.sensor(
         name="publisher",
         jobs=list(jobs.values()),
-        minimum_interval_seconds=SECONDS,
+        minimum_interval_seconds=WOKEN_SECONDS,
         default_status=dg.DefaultSensorStatus.RUNNING,
         description="Publishes the table of any dataset when every batch of its snapshot is there.",
     )

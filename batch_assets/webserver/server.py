@@ -15,6 +15,7 @@ import warnings
 from pathlib import Path
 
 from batch_assets import settings
+from batch_assets.dagster_internals.process_end import run_process
 from batch_assets.webserver.guard import MOST_MESSAGE_BYTES, WebGuard
 from batch_assets.webserver.guarded_requests import Access
 from batch_assets.webserver.peers import own_connection
@@ -76,4 +77,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)

@@ -29,7 +29,7 @@ LOOK_SECONDS = 0.5
 SHOW_SECONDS = 0.2
 ALIVE_SECONDS = 5.0
 SILENT_SECONDS = 60.0
-PAGE_SECONDS = 15.0  # after the launch the webserver is started at the latest
+PAGE_SECONDS = 15.0  # after the launch the webserver is started: it takes as much processor time as the rest of a start
 TAKEOVERS = 5
 TAKEN_OVER = "The Dagster that this command used has ended; going on with one of its own"
 
@@ -176,8 +176,8 @@ class Runner:
         return found
 
     def _show_page(self, dagster: DagsterClient, launched: float) -> None:
-        """Start the webserver when the first rows are there, so that it takes no processor time before; say its URL."""
-        if self._stack and (self.generated or time.monotonic() - launched > PAGE_SECONDS):
+        """Start the webserver of work that takes longer than to start it; say its URL."""
+        if self._stack and time.monotonic() - launched > PAGE_SECONDS:
             self._stack.start_webserver()
         if not self._page_said and self._has_page() and dagster.alive():
             self._page_said = True
@@ -242,8 +242,10 @@ class Runner:
                 elif looked - answered > SILENT_SECONDS:
                     logs = settings.dagster_home() / LOGS
                     return RunResult(False, f"Dagster at {dagster.url} does not answer any more; its logs: {logs}")
-            # A look at 80,000 batches takes its time: looking never takes more than a third of it.
-            self._pause(max(LOOK_SECONDS, 2 * (time.monotonic() - looked)))
+            # A look at 80,000 batches takes its time: looking never takes more than a third of it. A verification is no
+            # look: what it has made again is to be seen while it is missing, so that it is counted.
+            verified = moment.phase == "verify"
+            self._pause(LOOK_SECONDS if verified else max(LOOK_SECONDS, 2 * (time.monotonic() - looked)))
         self._give_up(dagster, follower)
         raise Interrupted
 
