@@ -76,6 +76,7 @@ def test_without_a_gpu_and_without_llama_cpp_the_demo_says_what_to_install(
     assert not (tmp_path / "fleet.yaml").exists()
 
 
+@pytest.mark.soak("fleet")
 def test_the_fleet_demo_adds_machines_for_its_deadline_loses_one_and_rolls_over_to_a_cheaper_provider(
     site: CommandProject, monkeypatch: pytest.MonkeyPatch
 ):
