@@ -49,6 +49,7 @@ __all__ = [
     "daemon_heartbeats",
     "event_batches",
     "kept_connections",
+    "process_end",
     "run_cancellation",
     "run_code_server_command",
     "schedule_times",
