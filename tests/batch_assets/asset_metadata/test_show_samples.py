@@ -77,7 +77,7 @@ def test_rows_are_in_no_event_log_or_tag_unless_they_may_be(
 ) -> None:
     retry = RetryPolicy(backoff_min=0.1, backoff_max=0.2, proof_lag=0.1, proof_health=0.5)
     soon = FeedPolicy(retry, poll_seconds=0.2)
-    monkeypatch.setattr(range_run, "FeedPolicy", lambda: soon)
+    monkeypatch.setattr(range_run, "FeedPolicy", lambda **_: soon)
     home, folder = tmp_path / "home", tmp_path / "site"
     home.mkdir(), folder.mkdir()
     more: dict[str, Any] = {"output": {"json_schema": schema, "repair_tries": 0}} if schema else {}
