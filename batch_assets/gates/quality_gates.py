@@ -43,13 +43,8 @@ COMPARED = 2_000  # letters of an output
 LANGUAGE_LETTERS, SIMILAR_LETTERS = 400, 1_000  # from an output's beginning
 ONE_IN = 4  # rows that a costly gate looks at while nothing speaks against the rows before
 COUNTED_ROWS = 20_000  # of open batches
-_COUNTED = (
-    "invalid",
-    "repeated",
-    "near_repeated",
-    "length",
-    "wrong_language",
-)  # what is known of a row only while it comes
+# What is known of a row only while it comes.
+_COUNTED = ("invalid", "repeated", "near_repeated", "length", "wrong_language")
 RULE_ROWS = 64
 RULE_COLUMNS = ("row_id", "output", "finish_reason", "error", "prompt_tokens", "completion_tokens", "tries", "seconds")
 
