@@ -323,19 +323,23 @@ def kill_one(bench: Bench, meter: Meter, stack: Stack, instance: dg.DagsterInsta
         time.sleep(5)
         bench.start_postgres()
     else:
-        children = psutil.Process().children(recursive=True)
-        words = "batch_assets.dagster_internals.daemon"
-        found = [
-            one
-            for one in children
-            if (one.name() == WORKER if left[0] == "worker" else words in " ".join(one.cmdline()))
-            and "process_guard" not in " ".join(one.cmdline())
-        ]
+        found = [one for one in psutil.Process().children(recursive=True) if is_victim(one, left[0])]
         if not found:
             return
         found[0].kill()
     killed[left[0]] = done
     meter.save()
+
+
+def is_victim(process: psutil.Process, kind: str) -> bool:
+    """Whether a process is a run worker or the daemon itself, not its guard. False for one that has ended."""
+    try:
+        name, words = process.name(), " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+    if "process_guard" in words:
+        return False
+    return name == WORKER if kind == "worker" else "batch_assets.dagster_internals.daemon" in words
 
 
 def figures_of(bench: Bench, instance: dg.DagsterInstance, asked: str, since: float) -> dict[str, Any]:
