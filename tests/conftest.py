@@ -9,7 +9,6 @@ import atexit
 import contextlib
 import functools
 import gc
-import logging
 import os
 from collections.abc import Generator, Iterator
 from itertools import groupby
@@ -217,14 +216,10 @@ def nothing_waits_for_the_disk() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def s3_endpoint() -> Iterator[str]:
     """Address of an S3 server that lives as long as the tests; its bucket is `bucket`."""
-    from moto.server import ThreadedMotoServer
+    from support.local_s3 import local_s3
 
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+    with local_s3() as address:
+        yield address
 
 
 @pytest.fixture
