@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import polars as pl
 
 from batch_assets.filtering.repeated_rows import EqualTexts, RowsMark, SimilarTexts
 from batch_assets.filtering.row_marks import Mark, mark_of
-from batch_assets.spec.row_rules import DuplicatesRule, NearDuplicatesRule, RowRule
+from batch_assets.filtering.similar_vectors import SimilarVectors
+from batch_assets.spec.row_rules import DuplicatesRule, NearDuplicatesRule, RowRule, SemanticDuplicatesRule
 
 WORDS = 60
 CHANGED = (0, 1, 2, 4, 8)
@@ -62,6 +64,28 @@ def _drawn(draw: random.Random, vocabulary: list[str], weights: list[float], cou
     return (words[first : first + WORDS] for first in range(0, len(words), WORDS))
 
 
+def planted_vectors(rows: int, width: int, seed: int) -> tuple[npt.NDArray[np.float32], list[str]]:
+    """Rows of subjects, each of `width` numbers that vary along 40 directions of its own and a little along all, as
+    vectors of texts do. A tenth are copies of earlier ones, at a cosine of 0.90 to 0.99 to them."""
+    draw = np.random.default_rng(seed)
+    subjects = [(draw.normal(size=width), draw.normal(size=(40, width)) * 0.2) for _ in range(200)]
+    found = np.empty((rows, width), np.float32)
+    for first in range(0, rows, 1000):
+        part = found[first : first + 1000]
+        middle, along = subjects[draw.integers(200)]
+        part[:] = middle + draw.normal(size=(len(part), 40)) @ along + draw.normal(size=part.shape) * 0.2
+    draw.shuffle(found)
+    found /= np.linalg.norm(found, axis=1, keepdims=True)
+    kinds = ["other"] * rows
+    for row in np.sort(draw.choice(np.arange(rows // 2, rows), rows // 10, replace=False)):
+        original, cosine = found[draw.integers(rows // 2)], draw.choice([0.90, 0.94, 0.96, 0.98, 0.99])
+        aside = draw.normal(size=width)
+        aside -= aside @ original * original
+        found[row] = cosine * original + (1 - cosine**2) ** 0.5 * aside / np.linalg.norm(aside)
+        kinds[row] = f"cosine {cosine:.2f}"
+    return found, kinds
+
+
 def memory() -> int:
     """Most megabytes of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
@@ -77,7 +101,7 @@ def measure(name: str, mark: Mark | RowsMark, frames: list[pl.DataFrame], kinds:
     began, cpu = time.monotonic(), time.process_time()
     flags = np.zeros(len(kinds), np.bool_)
     used = 0
-    if isinstance(mark, EqualTexts | SimilarTexts):
+    if isinstance(mark, EqualTexts | SimilarTexts | SimilarVectors):
         first = 0
         for frame in frames:
             mark.learn(frame, first + np.arange(frame.height))
@@ -100,12 +124,28 @@ def measure(name: str, mark: Mark | RowsMark, frames: list[pl.DataFrame], kinds:
     )
 
 
+def measure_vectors(rows: int, width: int, seed: int) -> None:
+    """The same of the rule that compares vectors. Rows of one subject may be near each other without being copies."""
+    vectors, kinds = planted_vectors(rows, width, seed)
+    frames = [pl.DataFrame({"output": vectors[first : first + BLOCK]}) for first in range(0, rows, BLOCK)]
+    del vectors
+    print(f"{rows:,} vectors of {width} numbers; {memory():,} MB before", flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        mark = SimilarVectors(SemanticDuplicatesRule(column="output"), Path(name), rows)
+        measure("semantic_duplicates", mark, frames, kinds, Path(name))
+
+
 def main() -> None:
     """Measure all rules."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--vectors", type=int, default=0, help="measure that many vectors, and no texts")
+    parser.add_argument("--width", type=int, default=384)
     given = parser.parse_args()
+    if given.vectors:
+        measure_vectors(given.vectors, given.width, given.seed)
+        return
     draw = random.Random(given.seed + 1)
     passages = [" ".join(f"eval{draw.randrange(5000)}" for _ in range(25)) for _ in range(2000)]
     made = list(planted(given.rows, given.seed, passages))

@@ -123,6 +123,7 @@ def passed_metadata(store: DatasetStore, table: PublishedTable, report: FilterRe
         "by_rule": dg.MetadataValue.md("\n".join(by_rule)),
         **({} if report.all_wanted is None else {"rows_wanted": report.all_wanted}),
         **{f"flagged_{name}": count for name, count in report.flagged.items()},
+        **{f"not_compared_{name}": count for name, count in (report.not_compared or {}).items()},
         "table_version": report.table,
         "dagster/uri": table.uri(store.objects),
         "files": dg.MetadataValue.path(table.glob(store.objects)),

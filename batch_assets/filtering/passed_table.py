@@ -47,6 +47,7 @@ class FilterReport(Sealed):
 
     `table`: version of the dataset's table. `rules`: digest of the rules. `flagged`, `removed`: rows by rule, and
     by `error` those without an answer; a row that several rules remove counts at each. `files`: of the fallen rows.
+    `not_compared`: by rule that compares rows, how many had no text or no vector.
     `wanted`: accepted rows that are wanted; `accepted`, by stratum: stretches of rows as (rows, accepted) in their
     order, those beyond `wanted` too.
     """
@@ -60,6 +61,7 @@ class FilterReport(Sealed):
     flagged: dict[str, int]
     removed: dict[str, int]
     files: list[TableFile]
+    not_compared: dict[str, int] | None = None
     wanted: int | None = None
     accepted: dict[str, list[tuple[int, int]]] | None = None
 
@@ -197,6 +199,7 @@ def _write(
         flagged=flagged,
         removed=removed,
         files=others,
+        not_compared=flags.not_compared,
         wanted=None if want is None else want.rows,
         accepted=accepted,
     )
@@ -262,6 +265,7 @@ def _flag_compared(store: DatasetStore, table: PublishedTable, name: str, mark: 
         stays = ~flags.fallen(first, rows.num_rows)
         mark.learn(pl.DataFrame(pl.from_arrow(rows)).filter(pl.Series(stays)), first + np.flatnonzero(stays))
         first += rows.num_rows
+    flags.not_compared[name] = mark.skipped
     for found in mark.flagged():
         flags.flag_rows(name, found)
 

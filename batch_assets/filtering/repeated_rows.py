@@ -35,6 +35,8 @@ class RowsMark(Protocol):
     """A rule that compares rows: it is shown all of them first. `columns`: those that it reads."""
 
     columns: Sequence[str]
+    skipped: int
+    """Rows that it was shown and that have nothing to compare: no text, no vector. They are not flagged."""
 
     def learn(self, rows: pl.DataFrame, lines: Any) -> None:
         """Rows with their numbers (ascending), without those that have fallen out. Raises BadCondition."""
@@ -82,12 +84,14 @@ class EqualTexts:
 
     def __init__(self, rule: DuplicatesRule, folder: Path) -> None:
         self.columns: Sequence[str] = [rule.column]
+        self.skipped = 0
         self._keys = EqualKeys(folder)
 
     def learn(self, rows: pl.DataFrame, lines: Any) -> None:
         texts = texts_of(rows, self.columns[0]).fill_null("")
         plain = texts.str.normalize("NFKC").str.to_lowercase().str.replace_all(r"\s+", " ").str.strip_chars()
         there = (plain != "").to_numpy()
+        self.skipped += int((~there).sum())
         self._keys.add(plain.hash(1).to_numpy()[there], plain.hash(2).to_numpy()[there], lines[there])
 
     def flagged(self) -> Iterator[Any]:
@@ -107,6 +111,7 @@ class SimilarTexts:
 
     def __init__(self, rule: NearDuplicatesRule, folder: Path, rows: int) -> None:
         self.columns: Sequence[str] = [rule.column]
+        self.skipped = 0
         self._rule = rule
         self._band = band_length(rule.threshold)
         self._keys = EqualKeys(folder)
@@ -117,6 +122,7 @@ class SimilarTexts:
         texts = texts_of(rows, self.columns[0]).fill_null("")
         words = [words_of(text) for text in texts]
         there = np.array([bool(one) for one in words], np.bool_)
+        self.skipped += int((~there).sum())
         if not there.any():
             return
         runs = [runs_of(one, self._rule.words) for one in words if one]

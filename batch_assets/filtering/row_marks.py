@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from batch_assets.filtering.repeated_rows import EqualTexts, RowsMark, SimilarTexts
+from batch_assets.filtering.similar_vectors import SimilarVectors
 from batch_assets.filtering.text_marks import (
     LanguageMark,
     LengthMark,
@@ -71,6 +72,8 @@ def mark_of(rule: RowRule, known: Sequence[str], base: Path) -> Mark | Callable[
         return lambda folder, rows: EqualTexts(equal, folder)
     if (similar := rule.near_duplicates) is not None:
         return lambda folder, rows: SimilarTexts(similar, folder, rows)
+    if (near := rule.semantic_duplicates) is not None:
+        return lambda folder, rows: SimilarVectors(near, folder, rows)
     (kind,) = rule.kinds
     made: dict[str, Callable[[Any], Mark]] = {
         "where": lambda text: ConditionMark(SqlCondition(text, known)),
@@ -85,12 +88,14 @@ def mark_of(rule: RowRule, known: Sequence[str], base: Path) -> Mark | Callable[
 
 
 class Flags:
-    """Which rows are flagged by which rule: one byte a row and rule. Rows without an answer are flagged `error`."""
+    """Which rows are flagged by which rule: one byte a row and rule. Rows without an answer are flagged `error`.
+    `not_compared`: by rule that compares rows, how many had nothing to compare."""
 
     def __init__(self, rules: Mapping[str, RowRule], rows: int, *, wanted: bool = False) -> None:
         """`wanted`: so many rows are wanted, and those beyond are flagged `surplus`."""
         self.names = [NO_ANSWER, *rules, *([SURPLUS] if wanted else [])]
         self._removes = np.array([True, *(rule.remove for rule in rules.values()), *([True] if wanted else [])])
+        self.not_compared: dict[str, int] = {}
         self._flagged = np.zeros((rows, len(self.names)), np.bool_)
 
     def flag(self, name: str, first: int, flagged: Any) -> None:

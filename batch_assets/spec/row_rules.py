@@ -72,6 +72,15 @@ class NearDuplicatesRule(Strict):
     words: int = Field(default=3, ge=1, le=20, description="Words of a run.")
 
 
+class SemanticDuplicatesRule(Strict):
+    """Rows whose vectors are near the one of a row that is kept before are flagged, by their cosine."""
+
+    column: Column = Field(description="Column of lists of numbers: `output` of embeddings, or a kept column.")
+    threshold: float = Field(
+        default=0.95, ge=0.3, le=1, description="Cosine of two vectors from which on they are near."
+    )
+
+
 class LanguageRule(Strict):
     """Texts in another language are flagged."""
 
@@ -128,6 +137,9 @@ class RowRule(Strict):
     ratio: RatioRule | None = Field(default=None, description="A band of lengths beside another column's.")
     duplicates: DuplicatesRule | None = Field(default=None, description="Equal texts: the first row stays.")
     near_duplicates: NearDuplicatesRule | None = Field(default=None, description="Similar texts: the first row stays.")
+    semantic_duplicates: SemanticDuplicatesRule | None = Field(
+        default=None, description="Vectors that are near each other: the first row stays."
+    )
     language: LanguageRule | None = Field(default=None, description="Languages that pass.")
     refusals: RefusalsRule | None = Field(default=None, description="Beginnings of refusals, and of one's own.")
     personal_data: PersonalDataRule | None = Field(default=None, description="Addresses and numbers of persons.")

@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
+import pyarrow as pa
 import pytest
 from support.snapshots import SourceRow, commit, write_snapshot
 
-from batch_assets.filtering.passed_table import FilterReport, filtered, is_current
+from batch_assets.asset_metadata.materialization import passed_metadata
+from batch_assets.filtering.passed_table import FilterReport, PassedStore, filtered, is_current
 from batch_assets.filtering.repeated_rows import PERMUTATIONS, band_length
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.publish import publish
+from batch_assets.publishing.published_table import published_table
 from batch_assets.spec.errors import SpecError
 from batch_assets.spec.models import load_spec
 from batch_assets.spec.row_rules import RowRule
+from gpu_runner.rows import Task
 from resources.objects.opening import Objects
 from resources.store.dataset_store import DatasetStore
 from resources.store.row_condition import BadCondition
@@ -26,12 +30,14 @@ from resources.store.row_condition import BadCondition
 WORDS = [f"w{number}" for number in range(5000)]
 
 
-def published(objects: Objects, workdir: Path, texts: Sequence[str], scores: Sequence[int] = ()) -> DatasetStore:
-    """A table whose outputs are these texts."""
+def published(
+    objects: Objects, workdir: Path, texts: Sequence[Any], scores: Sequence[int] = (), task: Task = "chat"
+) -> DatasetStore:
+    """A table whose outputs are these texts, or vectors."""
     store = DatasetStore(objects, "sums")
     kept = [{"score": score} for score in scores or [0] * len(texts)]
     rows = [SourceRow(f"{i:06d}", f"question {i}", keep) for i, keep in enumerate(kept)]
-    manifest = write_snapshot(store, rows)
+    manifest = write_snapshot(store, rows, task=task)
     commit(store, manifest, answer=lambda row, number: texts[int(row.row_id)])
     publish(store, manifest, card=Card(), now=1.0, workdir=workdir)
     return store
@@ -109,6 +115,37 @@ def test_planted_near_duplicates_are_found_and_others_are_left(local_objects: Ob
     assert not list(tmp_path.glob("*.bin")) and not list(tmp_path.glob("*.duckdb"))
 
 
+def test_of_embeddings_that_are_near_each_other_the_first_that_has_not_fallen_out_stays(
+    local_objects: Objects, tmp_path: Path
+) -> None:
+    vectors = [[1.0, 0.0], [1.0, 0.1], [0.0, 1.0], [0.0, 0.0], [1.0, 0.2]]
+    store = published(local_objects, tmp_path, vectors, [1, 5, 5, 5, 5], task="embedding")
+    rules: dict[str, Any] = {
+        "good": {"where": "score > 2", "remove": True},
+        "near": {"semantic_duplicates": {"column": "output", "threshold": 0.98}},
+    }
+    flags, report = apply(store, tmp_path, **rules)
+    assert flags == [["good"], [], [], [], ["near"]]
+    assert report.not_compared == {"near": 1}
+    assert (report.passed, report.removed["near"]) == (4, 0)
+    rules["near"]["remove"] = True
+    assert apply(store, tmp_path, **rules)[1].passed == 3
+    passed = published_table(PassedStore(store))
+    assert passed is not None
+    assert passed_metadata(store, passed, report)["not_compared_near"] == 1
+
+
+def test_vectors_that_a_source_brought_are_compared_too(local_objects: Objects, tmp_path: Path) -> None:
+    store = DatasetStore(local_objects, "sums")
+    rows = [SourceRow(f"{i:06d}", "q", {"v": vector}) for i, vector in enumerate([[1.0, 0.0], [2.0, 0.0], None])]
+    manifest = write_snapshot(store, rows, keep_schema={"v": pa.list_(pa.float32())})
+    commit(store, manifest)
+    publish(store, manifest, card=Card(), now=1.0, workdir=tmp_path)
+    assert apply(store, tmp_path, near={"semantic_duplicates": {"column": "v"}})[0] == [[], ["near"], []]
+    with pytest.raises(BadCondition, match=r"filter\.near: expected a column of lists of numbers, found output"):
+        apply(store, tmp_path, near={"semantic_duplicates": {"column": "output"}})
+
+
 def test_bands_compare_nearly_all_texts_that_are_similar_enough() -> None:
     for threshold in (0.3, 0.5, 0.8, 0.95, 1.0):
         band = band_length(threshold)
@@ -151,6 +188,8 @@ def test_rows_with_a_passage_of_an_evaluation_are_flagged_and_a_changed_file_mak
         ({"length": {"column": "output", "unit": "tokens", "min": 1}}, "characters"),
         ({"duplicates": {"column": "output"}, "where": "usd > 0"}, "expected exactly one of"),
         ({"near_duplicates": {"column": "output", "threshold": 0.1}}, "threshold"),
+        ({"semantic_duplicates": {"column": "output", "threshold": 1.5}}, "threshold"),
+        ({"semantic_duplicates": {"column": "vector"}}, "semantic_duplicates.column: expected a column of the table"),
     ],
 )
 def test_a_named_rule_that_cannot_be_used_is_refused(rule: dict[str, Any], said: str) -> None:
