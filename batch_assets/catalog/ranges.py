@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -34,9 +35,15 @@ class RangeRunRecord:
 
 
 def pack(
-    keys: Sequence[str], wanted: Collection[str], busy: Sequence[KeyRange], *, batches_per_run: int, spread: int = 10
+    keys: Sequence[str],
+    wanted: Collection[str],
+    busy: Sequence[KeyRange],
+    *,
+    batches_per_run: int,
+    spread: int = 10,
+    most: int = sys.maxsize,
 ) -> list[KeyRange]:
-    """Few ranges that cover every wanted key that no busy range covers, and touch no busy range.
+    """Few ranges that cover every wanted key that no busy range covers, and touch no busy range; the first `most`.
 
     `keys` are all partitions in order. A range holds at most `batches_per_run` wanted keys and may bridge gaps of
     finished batches (they are reported again for a few milliseconds each), up to `spread` times as many keys in all.
@@ -54,11 +61,13 @@ def pack(
                 ranges.append(KeyRange(keys[start], keys[end]))
                 count = 0
             if not count:
+                if len(ranges) >= most:
+                    return ranges
                 start = position
             end, count = position, count + 1
     if count:
         ranges.append(KeyRange(keys[start], keys[end]))
-    return ranges
+    return ranges[:most]
 
 
 ATTEMPTS = 3

@@ -7,7 +7,7 @@ is: nothing else has to remember.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,7 +31,7 @@ class Launch:
 
 def plan_launch(
     request: str,
-    keys: Sequence[str],
+    keys: Callable[[], Sequence[str]],
     wanted: Mapping[str, object],
     runs: Sequence[RangeRunRecord],
     *,
@@ -39,7 +39,7 @@ def plan_launch(
     batches_per_run: int,
     room: int,
 ) -> Launch:
-    """Ranges for the wanted keys of a request.
+    """Ranges for the wanted keys of a request. `keys`: all partitions in order, read only where there is room.
 
     Nothing beside an open backfill, nothing for a batch that is in flight, nothing after a run of this request was
     canceled or its engine refused every request, and no batch a fourth time: three failed runs, each with its retries
@@ -56,7 +56,8 @@ def plan_launch(
         return Launch([], "the engine refuses every request: see its run, then start it again", "blocked")
     busy = [run.keys for run in runs if run.outcome == "unfinished"]
     left = worth_trying(wanted, own)
-    ranges = pack(keys, left, busy, batches_per_run=batches_per_run)[: max(0, room - len(busy))]
+    most = room - len(busy)
+    ranges = pack(keys(), left, busy, batches_per_run=batches_per_run, most=most) if left and most > 0 else []
     if not left:
         return Launch([], f"{len(wanted)} batches failed {ATTEMPTS} times: see their runs", "blocked")
     return Launch(ranges, f"{len(wanted)} batches wanted, {len(busy)} runs under way")

@@ -175,7 +175,12 @@ def _launch(
         tried = [run.keys for run in runs if run.request == asked_by.run_id and run.outcome == "succeeded"]
         wanted = [key for key in wanted if not any(key in keys for keys in tried)]
     target = targeted(spec.name)
-    keys = instance.get_dynamic_partitions(spec.name)
+    known: list[str] = []
+
+    def keys() -> Sequence[str]:
+        known.extend(instance.get_dynamic_partitions(spec.name))
+        return known
+
     launch = plan_launch(
         asked_by.run_id,
         keys,
@@ -189,7 +194,7 @@ def _launch(
     requests = [
         _run_request(spec.name, asked_by, found, own + number, config) for number, found in enumerate(launch.ranges)
     ]
-    sizes = [sum(key in found for key in keys) for found in launch.ranges]
+    sizes = [sum(key in found for key in known) for found in launch.ranges]
     return TickOutcome(launch.reason, launch.state, requests, sizes)
 
 

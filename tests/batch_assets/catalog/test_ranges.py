@@ -33,11 +33,13 @@ def test_every_free_wanted_key_is_covered_once_and_no_busy_key_is(wanted, busy, 
     free = {key for key in wanted if not any(key in run for run in running)}
     assert free <= set(covered)
     assert all(sum(key in wanted for key in KEYS if key in found) <= batches_per_run for found in ranges)
+    for most in range(len(ranges) + 2):
+        assert pack(KEYS, wanted, running, batches_per_run=batches_per_run, most=most) == ranges[:most]
 
 
 def launch(runs, **given):
     options = {"backfill_open": False, "batches_per_run": 10, "room": 4} | given
-    return plan_launch("r", KEYS, dict.fromkeys(KEYS), runs, **options)
+    return plan_launch("r", lambda: KEYS, dict.fromkeys(KEYS), runs, **options)
 
 
 def test_nothing_is_started_beside_an_open_backfill():
@@ -65,3 +67,13 @@ def test_a_batch_that_failed_often_enough_is_left_alone():
 
 def test_no_more_runs_than_there_is_room_for():
     assert len(launch([], room=2).ranges) == 2
+
+
+def test_the_partitions_are_not_read_while_there_is_no_room_for_a_run():
+    def keys():
+        raise AssertionError("80,000 of them, at each look")
+
+    running = [RangeRunRecord("a", KeyRange("00000", "00009"), "unfinished", "r")]
+    found = plan_launch("r", keys, dict.fromkeys(KEYS), running, backfill_open=False, batches_per_run=10, room=1)
+    assert (found.ranges, found.state) == ([], "open")
+    assert found.reason == "40 batches wanted, 1 runs under way"
