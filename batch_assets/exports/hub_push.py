@@ -24,19 +24,18 @@ from typing import TYPE_CHECKING, Any
 from batch_assets.exports.record import ExportRecord
 from batch_assets.spec.export_options import TRAIN, VALIDATION, ExportError
 from batch_assets.spec.exports import PushSpec
-from resources.objects.opening import Objects
+from resources.objects.hub_client import TOKEN, TRANSIENT, hub_api
+from resources.objects.opening import Objects, StoreError
 from resources.store.object_integrity import READ_BYTES, sha256_of
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.hf_api import RepoFile
 
-TOKEN, ENDPOINT = "HF_TOKEN", "HF_ENDPOINT"
 FOLDER, CARD = "data", "README.md"
 TRIES, LONGEST_WAIT = 5, 300.0
 MOST_REGULAR_BYTES = 256 << 20  # of files that the hub does not take by LFS: they are in the commit itself
 _OURS = re.compile(rf"{FOLDER}/({TRAIN}|{VALIDATION})-\d+\.(jsonl|parquet)")
-_TRANSIENT = frozenset({408, 409, 412, 429, 500, 502, 503, 504})
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,22 +88,15 @@ class _Passing(Exception):
 
 def _api(environment: Mapping[str, str]) -> HfApi:
     try:
-        from huggingface_hub import HfApi
-        from huggingface_hub.utils import logging
-        from huggingface_hub.utils.tqdm import disable_progress_bars
-    except ImportError:
-        raise ExportError(
-            "push: expected the package huggingface_hub, found none; `pip install 'batch-assets[hub]'` brings it"
-        ) from None
-    token = environment.get(TOKEN, "").strip()
-    if not token:
+        api = hub_api(environment)
+    except StoreError as error:
+        raise ExportError(f"push: {error}") from None
+    if not api.token:
         raise ExportError(
             f"push: expected a token with write access in the environment variable {TOKEN}, found none; "
             "https://huggingface.co/settings/tokens makes one"
         )
-    disable_progress_bars()
-    logging.get_logger().setLevel("ERROR")
-    return HfApi(endpoint=environment.get(ENDPOINT) or None, token=token, library_name="batch-assets")
+    return api
 
 
 @dataclass
@@ -277,7 +269,7 @@ def _refused(where: str, error: Any) -> Exception:
     code = error.response.status_code
     words = str(error.server_message or "").partition("\n")[0][:200]
     said = f"{where}: the hub answers {code}{words and f' ({words})'}"
-    if code in _TRANSIENT:
+    if code in TRANSIENT:
         asked = error.response.headers.get("Retry-After", "")
         return _Passing(said, float(asked) if asked.isdecimal() else 0.0)
     if code == 401:

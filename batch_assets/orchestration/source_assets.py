@@ -15,10 +15,11 @@ from batch_assets.snapshot.ingest import source_name
 from batch_assets.spec.discovery import Datasets, defs_folder
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.spec.source import GridColumn, SourceSpec, table_read_by
+from resources.objects.hub_client import HubAddress, hub_address
 from resources.objects.opening import bucket_address
 
 GROUP = "sources"
-_KINDS_OF_BUCKETS = {"s3": "s3", "gs": "gcs"}
+_KINDS_OF_ADDRESSES = {"s3": "s3", "gs": "gcs", "hf": "huggingface"}
 _WILD = re.compile(r"[*?\[]")
 
 
@@ -86,6 +87,10 @@ def _place(path: str, folder: Path, kinds: set[str]) -> Place:
         scheme, bucket, key = address
         parts = _fixed([part for part in key.split("/") if part])
         return Place((scheme, bucket, *parts), "/".join([f"{scheme}://{bucket}", *parts]), frozenset(kinds))
+    if (on_hub := hub_address(path)) is not None:
+        parts = _fixed(on_hub.path.split("/")) if on_hub.path else []
+        uri = HubAddress(on_hub.repo, on_hub.revision, "/".join(parts))
+        return Place(("hf", "datasets", *on_hub.name.split("/"), *parts), str(uri), frozenset(kinds))
     try:
         whole = Path(path).expanduser()
     except RuntimeError:  # no such home: the reader says so
@@ -103,8 +108,8 @@ def _fixed(parts: list[str]) -> list[str]:
 
 
 def _kinds(path: str, given: str | None) -> set[str]:
-    address = bucket_address(path)
-    return {given or _ending(path)} | ({_KINDS_OF_BUCKETS[address[0]]} if address is not None else set())
+    kind = _KINDS_OF_ADDRESSES.get(path.partition("://")[0].lower())
+    return {given or _ending(path), *([kind] if kind else [])}
 
 
 def _ending(path: str) -> str:

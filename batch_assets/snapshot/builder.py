@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import importlib.metadata
 import itertools
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +27,10 @@ from batch_assets.snapshot.files import Buckets, ShardWriter
 from batch_assets.snapshot.ingest import Ingested, ingest, source_name
 from batch_assets.snapshot.integrity import FoundSnapshot, damaged_files, find_snapshot, unlike_checksums
 from batch_assets.snapshot.placement import DUPLICATE, Counts, PlacedRows, Placement, Places
+from batch_assets.snapshot.prompts.files import read_text
 from batch_assets.snapshot.row_index import previous_file
 from batch_assets.snapshot.source.errors import Reject, SourceError
+from batch_assets.snapshot.source.hub_files import is_commit, pinned
 from batch_assets.spec.models import GeneratedDatasetSpec
 from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import BatchEntry, DatasetStore, Shard, SnapshotManifest
@@ -76,6 +80,13 @@ def _build(
     previous = find_snapshot(store)
     if so_far is not None and previous is not None:
         _refuse_part(previous.manifest)
+    spec, digest = _pinned(spec), None
+    if so_far is None and wanted is None:
+        digest = read_digest(spec, base)
+        if previous is not None and _is_as_read(previous, digest):
+            if not _is_current(store, previous.manifest.snapshot):
+                store.set_current_snapshot(previous.manifest.snapshot)
+            return previous.manifest
     workdir.mkdir(parents=True, exist_ok=True)
     read = ingest(spec, base, workdir, published=so_far is None, wanted=wanted)
     rows_before = None
@@ -105,13 +116,51 @@ def _build(
             if snapshot == previous.manifest.snapshot and not previous.damaged:
                 if not _is_current(store, snapshot):
                     store.set_current_snapshot(snapshot)
-                return _as_read_now(store, previous.manifest, _read_now(spec, so_far, read.wanted))
+                return _as_read_now(store, previous.manifest, _read_now(spec, so_far, read.wanted, digest))
         places = placement.places()
     marked = _has_seed(spec) and spec.has_ids
     files = _write_files(read, places, counts, workdir, marked=marked)
     snapshot = _snapshot_id(spec, read, counts, files.entries, so_far)
     manifest = _manifest(spec, store, read, counts, files, snapshot, previous, now)
-    return _upload(store, manifest.model_copy(update=_read_now(spec, so_far, read.wanted)), read, files, workdir)
+    return _upload(
+        store, manifest.model_copy(update=_read_now(spec, so_far, read.wanted, digest)), read, files, workdir
+    )
+
+
+# Keys of a spec that no row of a snapshot depends on.
+_NOT_OF_ROWS = {
+    *("include_prompt", "show_samples", "reuse", "batches_per_run", "checks", "gates", "filter", "exports", "hardware"),
+    *("deadline", "budget_usd", "objective", "max_instances", "pilots", "schedule", "refresh", "timezone", "owners"),
+    *("tags", "license", "description"),
+}
+
+
+def _pinned(spec: GeneratedDatasetSpec) -> GeneratedDatasetSpec:
+    """The spec with the commit of the files that it reads, where they lie on the hub: all of it is of this one."""
+    path = spec.source.path
+    if path is None or (now := pinned(path)) == path:
+        return spec
+    return spec.model_copy(update={"source": spec.source.model_copy(update={"path": now})})
+
+
+def read_digest(spec: GeneratedDatasetSpec, base: Path) -> str | None:
+    """Digest of all that a snapshot is made of, without reading the source: of the spec with the commit of its files,
+    and of the files of its prompt. None where that cannot be told: of other sources, and of images and sounds."""
+    if spec.source.path is None or not is_commit(spec.source.path) or spec.prompt.media:
+        return None
+    named = {"prompt.system_from": spec.prompt.system_from, "prompt.examples": spec.prompt.examples}
+    seen = [
+        importlib.metadata.version("batch-assets"),
+        spec.model_dump(mode="json", exclude=_NOT_OF_ROWS),
+        spec.generation().stated(),
+        [read_text(path, base, key) for key, path in named.items() if path is not None],
+    ]
+    return hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()
+
+
+def _is_as_read(previous: FoundSnapshot, digest: str | None) -> bool:
+    """Whether reading the source again would make the same snapshot, which is whole."""
+    return digest is not None and previous.manifest.read_digest == digest and not previous.damaged
 
 
 def _refuse_part(current: SnapshotManifest) -> None:
@@ -133,17 +182,20 @@ def delete_streamed(store: DatasetStore) -> None:
                 store.objects.delete(sorted(paths, key=lambda path: not path.endswith("/manifest.json")))
 
 
-def _read_now(spec: GeneratedDatasetSpec, so_far: RowsSoFar | None, wanted: WantedRows | None) -> dict[str, Any]:
-    """What a manifest says of what was read: the version of a table, how much of it there was, how much was wanted."""
+def _read_now(
+    spec: GeneratedDatasetSpec, so_far: RowsSoFar | None, wanted: WantedRows | None, digest: str | None
+) -> dict[str, Any]:
+    """What a manifest says of what was read: the version of a table, how much of it there was, how much was wanted, and
+    the digest of it."""
     found = {"source": source_name(spec), "upstream_version": spec.source.table_version, "streaming": so_far}
     if so_far is not None:
         found |= {"source": f"dataset {spec.source.dataset}, {so_far}", "upstream_version": None}
-    return found | {"wanted": wanted}
+    return found | {"wanted": wanted, "read_digest": digest}
 
 
 def _as_read_now(store: DatasetStore, manifest: SnapshotManifest, said: dict[str, Any]) -> SnapshotManifest:
     """The manifest of a snapshot that did not change, with what it says of what was read now."""
-    if all(said[key] == getattr(manifest, key) for key in ("upstream_version", "streaming", "wanted")):
+    if all(said[key] == getattr(manifest, key) for key in ("upstream_version", "streaming", "wanted", "read_digest")):
         return manifest
     manifest = manifest.model_copy(update=said)
     store.put_manifest(manifest)
@@ -170,7 +222,10 @@ def changed_rows(spec: GeneratedDatasetSpec, store: DatasetStore, *, workdir: Pa
     previous = find_snapshot(store)
     if previous is None:
         return None
-    wanted = previous.manifest.wanted if spec.want is not None else None
+    spec, wanted = _pinned(spec), previous.manifest.wanted if spec.want is not None else None
+    if wanted is None and _is_as_read(previous, read_digest(spec, base)):
+        rows = previous.manifest.rows
+        return Counts(rows, previous.manifest.duplicates, 0, 0, 0, 0, rows, previous=True)
     read, with_id = ingest(spec, base, workdir, wanted=wanted), spec.has_ids
     rows_before = previous_file(
         workdir / "previous.parquet",

@@ -18,6 +18,7 @@ from batch_assets.spec.deadline import InvalidDeadline, known_zone, parse_deadli
 from batch_assets.spec.errors import Unusable, show
 from batch_assets.templates.prompt_template import Template, TemplateProblem
 from gpu_runner.models.names import name_problem
+from resources.objects.hub_client import EXPECTED_ADDRESS, hub_address
 
 MAX_SCHEMA_BYTES = 100_000
 MAX_CHOICES, MAX_GRAMMAR = 1_000, 50_000
@@ -33,7 +34,6 @@ _SQL_CALL = re.compile(r"\b(\w+)\s*\(")
 _SQL_REPLACE = re.compile(r"\breplace\s*\([^()']*,\s*'((?:[^']|'')+)'\s*,\s*'((?:[^']|'')*)'\s*\)", re.IGNORECASE)
 _SWELLING = frozenset({"lpad", "rpad", "repeat", "replicate", "space", "explode", "unnest"})
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/{2}")
-_NOT_READ = {"hf": "Copy it to disk: `hf download ORG/NAME --repo-type dataset --local-dir FOLDER`."}
 _NAME = re.compile(r"[a-z0-9][a-z0-9_]{0,62}")
 _DOTTED = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
 _CLASS = re.compile(rf"({_DOTTED}):({_DOTTED})", re.ASCII)
@@ -65,12 +65,17 @@ def _asset_name(value: str) -> str:
 
 def _source_path(value: str) -> str:
     scheme = _SCHEME.match(value)
-    if scheme and scheme[1].lower() not in ("s3", "gs"):
+    if scheme and scheme[1].lower() not in ("s3", "gs", "hf"):
         raise Unusable(
-            "a local path, s3://bucket/key or gs://bucket/key",
+            "a local path, s3://bucket/key, gs://bucket/key or hf://datasets/OWNER/NAME/FILE",
             f"the scheme {show(scheme[1])}",
-            _NOT_READ.get(scheme[1].lower(), "Copy the files to disk or S3, or mount their store."),
+            "Copy the files to disk or S3, or mount their store.",
         )
+    try:
+        hub_address(value)
+    except ValueError:  # it may hold a secret, and is not shown
+        hint = "A path or address is without user, password or query."
+        raise Unusable(EXPECTED_ADDRESS, "another address of the hub", hint) from None
     return value
 
 

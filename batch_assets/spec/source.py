@@ -64,7 +64,7 @@ def may_hold_secret(path: str) -> bool:
     scheme, found, rest = path.partition("://")
     if not found:
         return False
-    bucket = scheme.lower() in ("s3", "gs")
+    bucket = scheme.lower() in ("s3", "gs", "hf")  # of the hub, whose addresses were looked at before, the first part
     return bool({"@", ":"} & set(rest.partition("/")[0])) if bucket else bool({"@", "?", "#"} & set(rest))
 
 
@@ -73,8 +73,8 @@ class SourceSpec(Strict):
 
     path: SourcePath | None = Field(
         default=None,
-        description="Parquet, JSONL, JSON, CSV or TSV: a file, a glob (data/*.parquet), s3://bucket/key or "
-        "gs://bucket/key.",
+        description="Parquet, JSONL, JSON, CSV or TSV: a file, a glob (data/*.parquet), s3://bucket/key, "
+        "gs://bucket/key, or hf://datasets/OWNER/NAME@REVISION/data/*.parquet on the Hugging Face hub.",
     )
     asset: AssetName | None = Field(
         default=None,

@@ -79,6 +79,7 @@ class SnapshotManifest(Sealed):
     or sounds of `prompt.audio`.
     `streaming`: it was made before the dataset that it reads was complete; no table is made of it.
     `wanted`: it asks no more of the source than this.
+    `read_digest`: of all that it was made of, where that is told without reading the source: a commit of the hub.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -110,6 +111,7 @@ class SnapshotManifest(Sealed):
     images: bool = False
     streaming: RowsSoFar | None = None
     wanted: WantedRows | None = None
+    read_digest: str | None = None
 
     @property
     def expected_rows(self) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import wave
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,6 +19,7 @@ from dagster_postgres.event_log import PostgresEventLogStorage
 from PIL import Image
 from support.documents import DOCUMENTS, FLEET, MARKS, OPERATIONS, PAGES, README, REFERENCE, REPOSITORY, Block, blocks
 from support.fleet_databases import intended
+from support.local_hub import LocalHub, local_hub
 from support.snapshots import commit
 
 from batch_assets.catalog import ledger
@@ -35,6 +37,7 @@ from gpu_runner.fleet_database.accounting.bill_split import Split
 from gpu_runner.fleet_database.database import FleetDatabase
 from gpu_runner.providers.simulated.config import FaultKind
 from resources.fleet.resource import FleetConfig, GpuFleet
+from resources.objects.hub_client import hub_address
 from resources.objects.opening import Objects
 from resources.store.dataset_store import DatasetStore
 
@@ -234,7 +237,9 @@ def make_source(spec: GeneratedDatasetSpec, folder: Path, request: pytest.Fixtur
         if text is not None:
             (folder / text).write_text(content)
     rows |= {"stars": [1] * ROWS, "lang": ["en"] * ROWS, "price": [12.5] * ROWS} if spec.source.where else {}
-    name = spec.source.path.removeprefix("s3://bucket/").replace("**", "2026").replace("*", "part-0")
+    on_hub = hub_address(spec.source.path)
+    name = on_hub.path if on_hub is not None else spec.source.path.removeprefix("s3://bucket/")
+    name = name.replace("**", "2026").replace("*", "part-0")
     file = folder / name
     file.parent.mkdir(parents=True, exist_ok=True)
     write(pl.DataFrame(rows), file, spec.source.format or name, spec.source.delimiter or ",")
@@ -242,6 +247,16 @@ def make_source(spec: GeneratedDatasetSpec, folder: Path, request: pytest.Fixtur
         file.write_bytes(file.read_text().encode(spec.source.encoding))
     if spec.source.path.startswith("s3://"):
         upload(file, name, request)
+    if on_hub is not None:
+        request.getfixturevalue("hub").put(on_hub.repo, {name: file.read_bytes()})
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
+    with local_hub(tmp_path / "hub") as found:
+        monkeypatch.setenv("HF_ENDPOINT", found.url)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        yield found
 
 
 def write(rows: pl.DataFrame, file: Path, kind: str, delimiter: str) -> None:

@@ -1,5 +1,7 @@
 """A hub on loopback that speaks the API of the Hugging Face hub, as far as datasets are pushed and read: repositories,
-branches, trees, preupload, Git LFS (basic and multipart), commits, resolve. Its faults are what a test says.
+branches, trees, preupload, Git LFS (basic and multipart), commits, resolve with ranges. Private and gated repositories
+are read with a token only; LFS objects come from another origin, to which resolve redirects. Its faults are what a test
+says.
 
 Protocol: huggingface_hub's client (`hf_api.py`, `lfs.py`, `_commit_api.py`) and
 https://github.com/git-lfs/git-lfs/blob/main/docs/api/batch.md.
@@ -37,9 +39,10 @@ class Blob:
 
 @dataclass
 class Repository:
-    """Branches by name: each a list of commits (id, files), oldest first."""
+    """Branches by name: each a list of commits (id, files), oldest first. `gated`: nobody's files are given."""
 
     private: bool
+    gated: bool = False
     branches: dict[str, list[tuple[str, dict[str, Blob]]]] = field(default_factory=dict)
 
     def at(self, revision: str) -> tuple[str, dict[str, Blob]] | None:
@@ -67,6 +70,22 @@ class LocalHub:
     repositories: dict[str, Repository] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     tokens: set[str] = field(default_factory=lambda: {TOKEN})
+    storage_url: str = ""
+    served: list[tuple[str, str, bool]] = field(default_factory=list)  # by the storage: object, range, with a token
+
+    def put(self, repo: str, files: dict[str, bytes], branch: str = "main", *, private: bool = False) -> str:
+        """A commit that adds files to a branch, which is made where it is not; its id."""
+        made = self.repositories.setdefault(repo, Repository(private))
+        commits = made.branches.setdefault(branch, [("0" * 40, {})])
+        there = dict(commits[-1][1])
+        for name, data in files.items():
+            digest = hashlib.sha256(data).hexdigest()
+            self.blob(digest).write_bytes(data)
+            lfs = digest if len(data) > self.regular_bytes else None
+            there[name] = Blob(hashlib.sha1(data).hexdigest(), len(data), lfs, self.blob(digest))
+        commit = hashlib.sha1(f"{commits[-1][0]} {sorted(there.items())}".encode()).hexdigest()
+        commits.append((commit, there))
+        return commit
 
     def files(self, repo: str, branch: str = "main") -> dict[str, bytes]:
         """What a reader of the branch sees."""
@@ -98,8 +117,8 @@ class LocalHub:
         return self.folder / sha256
 
 
-def _no_repo() -> web.Response:
-    return web.json_response({"error": "Repository not found"}, status=404, headers={"X-Error-Code": "RepoNotFound"})
+def _no_repo(status: int = 404) -> web.Response:
+    return web.json_response({"error": "Repository not found"}, status=status, headers={"X-Error-Code": "RepoNotFound"})
 
 
 class _Api:
@@ -127,6 +146,7 @@ class _Api:
             web.post("/lfs/{oid}/complete", self.complete),
             web.post("/lfs/{oid}/verify", self.verify),
             web.get("/datasets/{org}/{name}/resolve/{revision}/{path:.+}", self.resolve),
+            web.get("/storage/{oid}", self.storage),
         ]
 
     @web.middleware
@@ -136,8 +156,10 @@ class _Api:
             if (answer := await fault(request)) is not None:
                 return answer
         token = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not request.path.startswith("/lfs/") and token not in self.hub.tokens:
-            return web.json_response({"error": "Invalid credentials in Authorization header"}, status=401)
+        ours = request.path.startswith(("/lfs/", "/storage/"))
+        if not ours and token not in self.hub.tokens and (token or request.method not in ("GET", "HEAD")):
+            headers = {"X-Error-Message": "Invalid credentials in Authorization header"}
+            return web.json_response({"error": headers["X-Error-Message"]}, status=401, headers=headers)
         found: web.StreamResponse = await handler(request)
         return found
 
@@ -146,6 +168,8 @@ class _Api:
 
     def _at(self, request: web.Request) -> tuple[str, dict[str, Blob]] | web.Response:
         repo = self._repo(request)
+        if "Authorization" not in request.headers and (repo is None or repo.private):
+            return _no_repo(401)  # nobody is told whether it is there
         if repo is None:
             return _no_repo()
         revision = request.match_info.get("revision", "main")
@@ -327,6 +351,9 @@ class _Api:
         if isinstance(found, web.Response):
             return found
         sha, files = found
+        repo = self._repo(request)
+        if repo is not None and repo.gated:
+            return web.json_response({"error": "Gated"}, status=403, headers={"X-Error-Code": "GatedRepo"})
         blob = files.get(request.match_info["path"])
         if blob is None:
             code = {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": sha}
@@ -336,7 +363,16 @@ class _Api:
         headers["X-Linked-Size"] = str(blob.size)
         if request.method == "HEAD":
             return web.Response(headers={**headers, "Content-Length": str(blob.size), "Accept-Ranges": "bytes"})
+        if blob.lfs is not None:
+            headers["Location"] = f"{self.hub.storage_url}/storage/{blob.lfs}?signature=of-a-test"
+            return web.Response(status=302, headers=headers)
         return web.FileResponse(blob.path, headers=headers)
+
+    async def storage(self, request: web.Request) -> web.StreamResponse:
+        """Another origin, which knows no token: whoever has the address may read."""
+        oid, asked = request.match_info["oid"], request.headers.get("Range", "")
+        self.hub.served.append((oid, asked, "Authorization" in request.headers))
+        return web.FileResponse(self.hub.blob(oid))
 
 
 def _entry(path: str, blob: Blob) -> dict[str, Any]:
@@ -370,7 +406,8 @@ def local_hub(folder: Path) -> Iterator[LocalHub]:
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        hub.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        hub.url, hub.storage_url = (f"http://127.0.0.1:{address[1]}" for address in runner.addresses)
         ready.set()
         await stop.wait()
         await runner.cleanup()

@@ -4,4 +4,4 @@
 `images` and `audio` hold to their limits, `files` system texts and examples, `row_keys` hashes whole requests.
 """
 
-__all__ = ["audio", "images", "messages", "rendering", "row_keys"]
+__all__ = ["audio", "files", "images", "messages", "rendering", "row_keys"]

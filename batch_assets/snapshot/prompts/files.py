@@ -17,7 +17,7 @@ _KEYS = ("user", "assistant")
 
 def read_system(path: str, base: Path) -> Template:
     """The Jinja template of a system message. Raises SourceError."""
-    text = _text(path, base, "prompt.system_from").removesuffix("\n")
+    text = read_text(path, base, "prompt.system_from").removesuffix("\n")
     if not text.strip():
         raise SourceError(f"{path}: expected the text of prompt.system_from, found nothing but blanks")
     try:
@@ -29,7 +29,7 @@ def read_system(path: str, base: Path) -> Template:
 def read_examples(path: str, base: Path) -> list[dict[str, str]]:
     """Messages of users and assistants, in turns. Raises SourceError with the line that is none."""
     messages: list[dict[str, str]] = []
-    for number, line in enumerate(_text(path, base, "prompt.examples").split("\n"), 1):
+    for number, line in enumerate(read_text(path, base, "prompt.examples").split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -52,8 +52,8 @@ def read_examples(path: str, base: Path) -> list[dict[str, str]]:
     return messages
 
 
-def _text(path: str, base: Path, key: str) -> str:
-    """The file's text. A pipe or a device may never end, and is not opened."""
+def read_text(path: str, base: Path, key: str) -> str:
+    """The text of a file that `key` names. A pipe or a device may never end, and is not opened. Raises SourceError."""
     file = base / path
     try:
         if file.exists() and not file.is_file():

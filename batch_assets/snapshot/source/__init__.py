@@ -1,6 +1,8 @@
-"""Sources of rows: Parquet, JSONL, JSON, CSV and TSV files on disk or in S3, and grids; blocks know file and line.
+"""Sources of rows: Parquet, JSONL, JSON, CSV and TSV files on disk, in S3 or on the Hugging Face hub, and grids;
+blocks know file and line.
 
 `reader` is where to begin. `derived` makes rows of other rows: renamed, or of the elements of a list.
+`hub_files` reads those of one commit of the hub.
 """
 
-__all__ = ["block", "derived", "errors", "files", "parquet", "reader", "size"]
+__all__ = ["block", "derived", "errors", "files", "hub_files", "parquet", "reader", "size"]

@@ -1,4 +1,4 @@
-"""The files that a source names: found on disk or in S3, opened, unpacked."""
+"""The files that a source names: found on disk, in a bucket or on the Hugging Face hub, opened, unpacked."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import codecs
 import contextlib
 import glob
 import io
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,8 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, BinaryIO, cast
 
 from batch_assets.snapshot.source.errors import SourceError
+from batch_assets.snapshot.source.hub_files import HubCommit, HubFile
+from resources.objects.hub_client import HubAddress, hub_address
 from resources.objects.opening import bucket_address, open_objects
 
 READ_BYTES = 1 << 20
@@ -111,6 +114,8 @@ if TYPE_CHECKING:
 
 # A text file that unpacks to more than this many times its size is no text (deflate reaches 1032 on a constant).
 MAX_RATIO, RATIO_FROM = 300, 1 << 26
+# Of a repository on the hub: files looked at for those that could be meant, and how many of them an error names.
+SEARCHED_FILES, SHOWN_FILES = 10_000, 10
 _FORMATS = {
     ".parquet": "parquet",
     ".pq": "parquet",
@@ -135,9 +140,8 @@ class SourceFile:
 
 def format_of(name: str, given: str | None) -> tuple[str, str]:
     """(format, compression) of a file, from its ending."""
-    path = PurePosixPath(name.lower())
-    packed = path.suffix if path.suffix in (".gz", ".zst") else ""
-    kind = given or _FORMATS.get((path.with_suffix("") if packed else path).suffix)
+    ending, packed = _ending(name)
+    kind = given or _FORMATS.get(ending)
     if kind is None:
         raise SourceError(
             f"{name}: expected a file ending in {', '.join(_FORMATS)} (.gz or .zst may follow); name its format "
@@ -148,8 +152,21 @@ def format_of(name: str, given: str | None) -> tuple[str, str]:
     return kind, packed
 
 
+def _ending(name: str) -> tuple[str, str]:
+    """The ending that says the format, and that of what packed it, or ""."""
+    path = PurePosixPath(name.lower())
+    packed = path.suffix if path.suffix in (".gz", ".zst") else ""
+    return (path.with_suffix("") if packed else path).suffix, packed
+
+
 def find_files(path: str, base: Path) -> list[SourceFile]:
     """The files a source path names, sorted by name. Raises SourceError when there are none."""
+    try:
+        on_hub = hub_address(path)
+    except ValueError as error:
+        raise SourceError(f"{path}: {error}") from None
+    if on_hub is not None:
+        return _hub_files(on_hub)
     remote = bucket_address(path) is not None
     files = _bucket_files(path) if remote else _local_files(path, base)
     if not files:
@@ -262,6 +279,36 @@ def _bucket_files(path: str) -> list[SourceFile]:
         return SourceFile(f"{scheme}://{bucket}/{name}", size, lambda: objects.open(name), stamp)
 
     return [file(info.path, info.size) for info in found]
+
+
+def _hub_files(address: HubAddress) -> list[SourceFile]:
+    commit, key = HubCommit.of(address), address.path
+    wild = re.search(r"[*?\[]", key)
+    folder = key[: wild.start() if wild else len(key)].rpartition("/")[0]
+    matches = _glob_pattern(key).fullmatch if wild else key.__eq__
+    recursive = "/" in key[len(folder) + bool(folder) :]
+    found = [one for one in commit.list(folder, recursive=recursive) if matches(one.path)] if key else []
+    if not found:
+        raise SourceError(f"{address}: {_missing(commit)}")
+
+    def file(one: HubFile) -> SourceFile:
+        # Without the revision: a row that cannot be used stays the same where only the revision is another one.
+        name = str(HubAddress(address.repo, path=one.path))
+        return SourceFile(name, one.size, lambda: commit.open(one), lambda: commit.commit)
+
+    return [file(one) for one in sorted(found, key=lambda one: one.path)]
+
+
+def _missing(commit: HubCommit) -> str:
+    """What is expected where no file was named, or none that is there; names some of those that could be."""
+    listed = itertools.islice(commit.list(), SEARCHED_FILES)
+    there = [one.path for one in listed if _ending(one.path)[0] in _FORMATS]
+    more = f" and {len(there) - SHOWN_FILES} more" if len(there) > SHOWN_FILES else ""
+    names = ", ".join(there[:SHOWN_FILES]) + more or f"none that ends in {', '.join(_FORMATS)}"
+    folder = there[0].rpartition("/")[0] + "/" if there and "/" in there[0] else ""
+    example = f"; write for example {HubAddress(commit.address.repo, path=f'{folder}*.parquet')}"
+    wanted = "no such file" if commit.address.path else "expected a file or a glob of files, found a repository"
+    return f"{wanted}; its files: {names}{'' if commit.address.path else example}"
 
 
 @contextlib.contextmanager

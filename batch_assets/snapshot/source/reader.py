@@ -1,7 +1,7 @@
 """Rows of a source, as a stream of small blocks that know the file and line of every row.
 
-A source is a Parquet, JSONL, JSON, CSV or TSV file, a glob of them, the same in S3, or a grid. Only the columns asked
-for are read. Nothing here holds more than one block, whatever the size of the source.
+A source is a Parquet, JSONL, JSON, CSV or TSV file, a glob of them, the same in S3 or on the Hugging Face hub, or a
+grid. Only the columns asked for are read. Nothing here holds more than one block, whatever the size of the source.
 """
 
 from __future__ import annotations

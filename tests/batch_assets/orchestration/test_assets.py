@@ -35,6 +35,7 @@ def spec(source: dict[str, Any]) -> GeneratedDatasetSpec:
         ({"grid": {"q": ["a"]}}, {"yaml"}),
         ({"path": "questions.jsonl.gz"}, {"jsonl"}),
         ({"path": "s3://bucket/v1.5/part-*.parquet"}, {"parquet", "s3"}),
+        ({"path": "hf://datasets/a/b@v1.5/part-*.parquet"}, {"parquet", "huggingface"}),
         ({"path": "data/part-*", "format": "csv"}, {"csv"}),
         ({"path": "data/part-*"}, {"file"}),
     ],

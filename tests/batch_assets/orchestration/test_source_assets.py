@@ -41,6 +41,9 @@ def graph_now() -> Any:
         ("s3://bucket/tickets/**/*.jsonl.gz", "s3/bucket/tickets", "s3://bucket/tickets"),
         ("S3://bucket/one.csv", "s3/bucket/one.csv", "s3://bucket/one.csv"),
         ("s3://bucket/*.csv", "s3/bucket", "s3://bucket"),
+        ("hf://datasets/a/b/data/train-*.parquet", "hf/datasets/a/b/data", "hf://datasets/a/b/data"),
+        ("hf://datasets/a/b@v1/x.csv", "hf/datasets/a/b@v1/x.csv", "hf://datasets/a/b@v1/x.csv"),
+        ("hf://datasets/a/b", "hf/datasets/a/b", "hf://datasets/a/b"),
     ],
 )
 def test_a_place_has_a_key_and_an_address(folder: Path, path: str, key: str, uri: str):

@@ -254,12 +254,39 @@ def test_options_of_a_file_are_refused_where_they_mean_nothing(key: str, source:
     assert said in problem(source=source)
 
 
-@pytest.mark.parametrize("path", ["hf://datasets/gsm8k", "az://bucket/a.csv", "https://host/a.csv", "file:///a.csv"])
+@pytest.mark.parametrize("path", ["az://bucket/a.csv", "https://host/a.csv", "file:///a.csv"])
 def test_a_source_that_cannot_be_read_is_refused_with_the_spec(path: str) -> None:
     scheme = path.partition(":")[0]
-    expected = f"expected a local path, s3://bucket/key or gs://bucket/key, found the scheme '{scheme}'"
+    expected = "expected a local path, s3://bucket/key, gs://bucket/key or hf://datasets/OWNER/NAME/FILE"
+    expected += f", found the scheme '{scheme}'"
     assert f"source.path: {expected}" in problem(source={"path": path})
     assert expected in problem(source={"grid": {"a": {"csv": path, "column": "c"}}})
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "hf://datasets/gsm8k",
+        "hf://acme/sums/x.csv",
+        "hf://buckets/acme/sums/x.csv",
+        "hf://datasets/../sums/x.csv",
+        "hf://datasets/acme/sums@/x.csv",
+        "hf://user:word@datasets/acme/sums/x.csv",
+        "hf://datasets/acme/sums/x.csv#word",
+        "hf://datasets/acme/sums@v1@word/x.csv",
+    ],
+)
+def test_an_address_of_the_hub_is_that_of_a_dataset(path: str) -> None:
+    said = problem(source={"path": path})
+    assert "source.path: expected hf://datasets/OWNER/NAME/FILE or" in said and "user:word" not in said
+    assert "found another address of the hub" in said and path not in said
+
+
+@pytest.mark.parametrize(
+    "path", ["hf://datasets/acme/sums@v1.0/a-?.csv", "hf://datasets/acme/sums", "HF://datasets/a/b"]
+)
+def test_a_dataset_of_the_hub_is_a_source(path: str) -> None:
+    assert spec(source={"path": path}).source.path == path
 
 
 def test_grid_values_are_scalars_or_a_csv_column() -> None:

@@ -147,7 +147,8 @@ def test_secrets_in_the_address_of_the_store_are_refused_and_never_echoed(root: 
 def test_secrets_in_the_path_of_a_source_are_refused_and_never_echoed(path: str):
     spec = {"name": "d", "source": {"path": path}, "prompt": {"user": "x"}, "model": MODEL}
     with pytest.raises(
-        SpecError, match=r"source\.path: expected a (path or address without user|local path)"
+        SpecError,
+        match=r"source\.path: expected (a path or address without user|a local path|hf://datasets/OWNER/NAME/FILE)",
     ) as raised:
         load_spec(spec, "defs.yaml")
     assert SECRET not in str(raised.value)
