@@ -138,6 +138,7 @@ def batch_event(store: DatasetStore, footer: BatchFooter, snapshot: str, rows: s
         "reused": dg.MetadataValue.int(footer.reused),
         **({"reused_from": dg.MetadataValue.json(footer.reused_from)} if footer.reused_from else {}),
         **_rates(footer),
+        **({} if footer.mean_score is None else {"mean_score": dg.MetadataValue.float(round(footer.mean_score, 6))}),
         "prompt_tokens": dg.MetadataValue.int(footer.prompt_tokens),
         "completion_tokens": dg.MetadataValue.int(footer.completion_tokens),
         "seconds": dg.MetadataValue.float(round(footer.seconds, 3)),

@@ -376,6 +376,13 @@ def marked_rows(outcomes: Sequence[Outcome]) -> dict[str, int]:
     return {name: count for name, count in found.items() if count}
 
 
+def mean_score(outcomes: Sequence[Outcome], names: Sequence[str]) -> float | None:
+    """The mean of a judge's scores over those of these rows that are votes; None without any. `names`: of the fields of
+    its JSON that are scores, of which each vote counts by its mean."""
+    votes = [vote for one in outcomes if (vote := _vote(one, names)) is not None]
+    return math.fsum(votes) / len(votes) if votes else None
+
+
 def rule_columns(json_schema: Mapping[str, Any] | None) -> list[str]:
     """What the conditions of rules may look at: of a row's outcome, and the fields of its JSON."""
     return [*RULE_COLUMNS, *_fields(json_schema)]
@@ -413,19 +420,26 @@ def _of_score(score: ScoreBound) -> Mark:
     """How far below the best score a vote is; what is no vote counts neither way."""
 
     def mark(one: Outcome) -> float | None:
-        if not one.ok or not isinstance(one.output, str):
+        if (vote := _vote(one, score.names)) is None:
             return None
-        try:
-            found = orjson.loads(one.output)
-        except orjson.JSONDecodeError:
-            return None
-        values: list[Any] = [found.get(name) for name in score.names] if isinstance(found, dict) else [None]
-        if not all(type(value) in (int, float) for value in values):
-            return None
-        below = (score.best - sum(values) / len(values)) / (score.best - score.worst)
+        below = (score.best - vote) / (score.best - score.worst)
         return float(min(max(below, 0.0), 1.0))
 
     return mark
+
+
+def _vote(one: Outcome, names: Sequence[str]) -> float | None:
+    """The mean of the scores that a row has under all of these names; None: it is no vote."""
+    if not names or not one.ok or not isinstance(one.output, str):
+        return None
+    try:
+        found = orjson.loads(one.output)
+    except orjson.JSONDecodeError:
+        return None
+    values: list[Any] = [found.get(name) for name in names] if isinstance(found, dict) else [None]
+    if not all(type(value) in (int, float) for value in values):
+        return None
+    return float(sum(values) / len(values))
 
 
 _is_empty = _of_text(lambda text: not text.strip())

@@ -164,6 +164,7 @@ def _generate_range(
                 simulated=_is_simulation(context, spec, fleet, manifest),
                 neighbours=_neighbours(catalog, store.entries(manifest.snapshot), known),
                 gates=None if config.redrive else _gates(spec, manifest, plan),
+                scores=() if spec.judge is None else spec.judge.scores,
                 shown=ShownBatches(manifest.batches) if spec.show_samples else None,
             )
             running.append(run)

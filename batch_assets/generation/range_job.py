@@ -11,7 +11,7 @@ import queue
 from collections.abc import Callable, Iterator, Sequence
 
 from batch_assets.asset_metadata.batch_rows import ShownBatches, batch_rows_markdown, shown_prompts
-from batch_assets.gates.quality_gates import GateTrip, QualityGates, marked_rows
+from batch_assets.gates.quality_gates import GateTrip, QualityGates, marked_rows, mean_score
 from batch_assets.generation.range_plan import RangePlan, RunIdentity, Work
 from batch_assets.worker.part_journal import PartJournal
 from gpu_runner.fleet_database.database import Claim, FleetDatabase, FleetDatabaseError
@@ -57,6 +57,7 @@ class RangeJob:
     footer of every batch that this run committed or found committed, for the ledger. `epoch`: of the lease that rows
     come from. `reused`: rows of each opened batch whose outcome was in an earlier object, of this dataset or another.
     `gates` look at every new outcome of a model; `trips` has those that have tripped, for whoever pauses the request.
+    `scores`: fields of a judge's votes whose mean each batch has.
     `shown`: of which batches some rows are shown in the catalog; None: of none.
     """
 
@@ -74,6 +75,7 @@ class RangeJob:
         claims: RunClaims | None,
         health: StoreHealth,
         gates: QualityGates | None = None,
+        scores: Sequence[str] = (),
         shown: ShownBatches | None = None,
     ) -> None:
         self.store, self.manifest, self.identity, self.health = store, manifest, identity, health
@@ -83,7 +85,7 @@ class RangeJob:
         self.claims, self._fence = claims, fence
         self.reports: queue.SimpleQueue[BatchFooter] = queue.SimpleQueue()
         self.reused: dict[str, int] = {}
-        self._gates, self._shown = gates, shown
+        self._gates, self._scores, self._shown = gates, scores, shown
         self._prompts: dict[str, dict[str, str]] = {}
         self._rows: dict[str, str] = {}
         self.trips: queue.SimpleQueue[GateTrip] = queue.SimpleQueue()
@@ -209,6 +211,7 @@ class RangeJob:
             reused=self.reused.get(key, 0),
             marked=marked_rows(outcomes) | marked,
             looked_at=looked_at,
+            mean_score=mean_score(outcomes, self._scores),
         )
         if (
             self._shown is not None

@@ -331,7 +331,7 @@ class RangeRun:
     All methods but `serve` may be called from any thread. `fence` and `claims`: see RangeJob. `reuse`: whose answers
     rows take, where the snapshot has some beside it. `simulated`: which known answers are taken, see RangeSource.
     `neighbours`: True where committed batches of the dataset are simulated, False where some are not: a table never has
-    both. `gates`: of its rows, see `tripped`. `shown`: of which batches rows are shown in the catalog.
+    both. `gates`: of its rows, see `tripped`. `scores`, `shown`: see RangeJob.
     """
 
     def __init__(
@@ -351,6 +351,7 @@ class RangeRun:
         simulated: bool | None = None,
         neighbours: frozenset[bool] = frozenset(),
         gates: QualityGates | None = None,
+        scores: Sequence[str] = (),
         shown: ShownBatches | None = None,
     ) -> None:
         self.store, self.manifest, self.identity = store, manifest, identity
@@ -361,7 +362,16 @@ class RangeRun:
         self._journal_seconds, self._neighbours = journal_seconds, neighbours
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="store")
         self._job = RangeJob(
-            store, manifest, plan, identity, fence=fence, claims=claims, health=self.health, gates=gates, shown=shown
+            store,
+            manifest,
+            plan,
+            identity,
+            fence=fence,
+            claims=claims,
+            health=self.health,
+            gates=gates,
+            scores=scores,
+            shown=shown,
         )
         self.source = RangeSource(self._job, reuse=reuse, simulated=simulated)
         self._worker = JobWorker[RangeJob](

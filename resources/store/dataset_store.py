@@ -100,6 +100,7 @@ class BatchFooter(BaseModel):
     reused_from: dict[str, int] = Field(default_factory=dict)
     marked: dict[str, int] = Field(default_factory=dict)
     looked_at: dict[str, int] = Field(default_factory=dict)
+    mean_score: float | None = None
     bytes: int | None = Field(default=None, exclude=True)
     sha256: str | None = Field(default=None, exclude=True)
 
@@ -122,6 +123,7 @@ class BatchFooter(BaseModel):
         cached_tokens: int | None = None,
         marked: Mapping[str, int] | None = None,
         looked_at: Mapping[str, int] | None = None,
+        mean_score: float | None = None,
     ) -> BatchFooter:
         """Counts over the outcomes; `seconds` spans from the first row's start to the last row's end.
 
@@ -129,7 +131,7 @@ class BatchFooter(BaseModel):
         `usd` is what the rows cost, of those whose price is known; None when none is. `cached_tokens`: of the prompts'
         tokens, those that engines had in their caches; None: nobody has counted them. With them the tokens of rows that
         were answered are counted apart. `marked`: how many rows are bad, by the names of gates; `looked_at`:
-        of how many, for gates that do not look at all rows.
+        of how many, for gates that do not look at all rows. `mean_score`: of a judge's votes.
         """
         answered = None if cached_tokens is None else [outcome for outcome in outcomes if outcome.ok]
         dead = sum(not outcome.ok for outcome in outcomes)
@@ -161,6 +163,7 @@ class BatchFooter(BaseModel):
             reused_from=dict(sorted(Counter(o.reused_from for o in outcomes if o.reused_from).items())),
             marked=dict(marked or {}),
             looked_at=dict(looked_at or {}),
+            mean_score=mean_score,
         )
 
 

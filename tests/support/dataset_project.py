@@ -103,9 +103,9 @@ class DatasetProject:
 def dataset_project(folder: Path, home: Path | None = None, **attributes: Any) -> Iterator[DatasetProject]:
     """An empty dataset of questions with the id column `id`, and simulated providers unless there is a fleet.yaml.
 
-    `home`: where events and logs are kept as files.
+    `home`: where events and logs are kept as files. An attribute that is None is left out.
     """
-    spec = {
+    given = {
         "name": "d",
         "source": {"path": "questions.jsonl"},
         "prompt": {"user": "{{ question }}"},
@@ -115,6 +115,7 @@ def dataset_project(folder: Path, home: Path | None = None, **attributes: Any) -
         "batch_rows": BATCH,
         **attributes,
     }
+    spec = {name: value for name, value in given.items() if value is not None}
     if not (folder / "fleet.yaml").exists():
         (folder / "fleet.yaml").write_text("simulated: default\n")
     database = f"sqlite:///{folder}/fleet.db"

@@ -16,6 +16,7 @@ from batch_assets.gates.quality_gates import (
     Rule,
     ScoreBound,
     marked_rows,
+    mean_score,
 )
 from batch_assets.gates.refusals import is_refusal
 from batch_assets.gates.similar_outputs import SimilarTextsBefore
@@ -102,6 +103,14 @@ def test_the_mean_of_a_judges_scores_has_a_gate() -> None:
     assert len(trip.row_ids) == 10
     event = gate_event("scores", trip)
     assert event.metadata["rate"].value == pytest.approx(mean, abs=1e-6) and "marked" not in event.metadata
+
+
+def test_the_mean_score_of_rows_is_that_of_their_votes() -> None:
+    texts = ['{"clear": 1, "right": 4}', '{"clear": 3, "right": 3.5}', '{"clear": 5}', "no JSON", "5", None]
+    rows = [row(number, text) for number, text in enumerate(texts)]
+    assert mean_score(rows, ("clear", "right")) == 2.875
+    assert mean_score(rows, ("clear",)) == 3.0
+    assert mean_score(rows, ()) is None and mean_score(rows[3:], ("clear",)) is None
 
 
 def test_a_bad_place_of_the_source_trips_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import Counter
@@ -13,10 +14,14 @@ import dagster as dg
 import pytest
 from support.dataset_project import MODEL, DatasetProject, dataset_project
 from support.plain_engine import PlainEngine, plain_engine
+from support.snapshots import commit, questions, write_snapshot
 from support.timing import PATIENCE
 
 from batch_assets.catalog import ledger
+from batch_assets.publishing.dataset_card import Card
+from batch_assets.publishing.publish import publish
 from gpu_runner.fleet_database.capacity_plan import Pause, PauseKind
+from resources.store.dataset_store import DatasetStore
 
 ROWS = 800
 RULE = {"where": "seconds > 600", "max_rate": 0.5}
@@ -116,6 +121,24 @@ def test_each_batch_has_the_rates_of_its_gates(tmp_path: Path, engine: PlainEngi
         assert [one["wrong_language_rate"] for one in rates] == [1.0] * (ROWS // 100)
         assert {one["repeated_rate"] for one in rates} <= {0.99, 1.0}
         assert {one["slow_rate"] for one in rates} == {0.0} and "length_rate" not in rates[0]
+
+
+def test_each_batch_of_a_judge_has_the_mean_of_its_votes(tmp_path: Path, engine: PlainEngine) -> None:
+    judge = {"dataset": "answers", "rubric": "Good."}
+    with dataset_project(tmp_path, batch_rows=4, judge=judge, source=None, prompt=None, id=None) as site:
+        answers = DatasetStore(site.store.objects, "answers")
+        manifest = write_snapshot(answers, questions(8))
+        commit(answers, manifest, answer=lambda _, number: f"the answer {number}")
+        publish(answers, manifest, card=Card(), now=1.0, workdir=tmp_path)
+        assert site.materialize("prompts").success
+
+        def vote(body: dict[str, Any]) -> str:
+            number = next(number for number in range(8) if f"the answer {number}" in str(body["messages"]))
+            return json.dumps({"reason": "", "score": 1 + number % 4}) if number != 7 else "no vote"
+
+        engine.text = vote
+        assert site.run_rows("00000", "00001", engine.url).success
+        assert [(one["mean_score"], one["dead"]) for _, _, one in site.events()] == [(2.5, 0), (2.0, 1)]
 
 
 def test_a_language_that_nobody_tells_ends_the_run_before_an_engine_is_asked(
