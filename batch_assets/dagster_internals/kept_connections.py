@@ -8,13 +8,15 @@ share the connections of this process; one that the server has closed meanwhile 
 has no setting for this, so it leans on private names; each of them is held by
 `tests/batch_assets/dagster_internals/test_kept_connections.py`.
 
-Only for a process that lives long and does not fork: connections must not be carried over into a child.
+Only for a process that lives long and does not fork: connections must not be carried over into a child. The worker of a
+run is one: of four events on Postgres, 6.7 of 7.6 ms of the server and 3.3 of 6.0 ms of the worker are connections.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -30,11 +32,21 @@ from dagster._core.storage.sqlite import SQLITE_BUSY_TIMEOUT_SECONDS
 KEPT, RECYCLE_SECONDS = 4, 3600  # connections to a Postgres server
 PURGE_SECONDS = 600.0  # between two deletions of one sensor's old ticks; they are kept for days
 
+_keeping = weakref.WeakSet[dg.DagsterInstance]()
+
 Connect = Callable[[], contextlib.AbstractContextManager[sa.Connection]]
 
 
-def keep_connections(instance: dg.DagsterInstance, clock: Callable[[], float] = time.monotonic) -> None:
-    """Keep the connections of the instance's storages for as long as the process lives."""
+def keep_connections(
+    instance: dg.DagsterInstance, clock: Callable[[], float] = time.monotonic, *, kept: int = KEPT
+) -> None:
+    """Keep the connections of the instance's storages for as long as the process lives. Nothing the second time.
+
+    `kept`: at most so many to a Postgres server; further ones are closed after their use.
+    """
+    if instance in _keeping:
+        return
+    _keeping.add(instance)
     schedules, runs, events = instance.schedule_storage, instance.run_storage, instance.event_log_storage
     if type(schedules) is SqliteScheduleStorage:
         _replace(schedules, "connect", _kept(schedules._conn_string))
@@ -50,10 +62,10 @@ def keep_connections(instance: dg.DagsterInstance, clock: Callable[[], float] = 
         _replace(events, "index_connection", _kept(url, lock=events._db_lock))
         _remember(events, "_has_asset_key_col_on_connection")  # asked of the database's schema at each event
     if postgres := [one for one in (schedules, runs, events) if hasattr(one, "postgres_url")]:
-        _share_postgres(postgres)
+        _share_postgres(postgres, kept)
 
 
-def _share_postgres(storages: Sequence[Any]) -> None:
+def _share_postgres(storages: Sequence[Any], kept: int) -> None:
     """One engine for all storages of one database, which keeps a few connections."""
     from dagster_postgres.utils import create_pg_engine
 
@@ -65,7 +77,7 @@ def _share_postgres(storages: Sequence[Any]) -> None:
                 url,
                 token_provider,
                 isolation_level="AUTOCOMMIT",
-                pool_size=KEPT,
+                pool_size=kept,
                 max_overflow=-1,
                 pool_pre_ping=True,
                 pool_recycle=RECYCLE_SECONDS,

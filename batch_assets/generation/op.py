@@ -18,6 +18,7 @@ from batch_assets.capacity_planning.workload_estimate import WorkloadEstimator
 from batch_assets.catalog import ledger
 from batch_assets.catalog.catalog_reader import Catalog
 from batch_assets.dagster_internals.event_batches import log_together
+from batch_assets.dagster_internals.kept_connections import keep_connections
 from batch_assets.dagster_internals.run_cancellation import cancellation_in_words
 from batch_assets.gates.quality_gates import GateBounds, QualityGates, Rule, ScoreBound
 from batch_assets.generation.engine_supervisor import DONE, WAITS, EngineSupervisor, StepKind, StepResult, failed
@@ -129,6 +130,7 @@ def _generate_range(
     running: list[RangeRun],
 ) -> None:
     """`running` gets what is being generated, so that an interrupt finds how far it is."""
+    keep_connections(context.instance, kept=1)  # a server has room for some hundred, and there may be as many runs
     keys = list(context.partition_keys)
     manifest = _manifest(store)
     wanted = set(keys)

@@ -193,3 +193,10 @@ def test_another_storage_is_left_as_it_is():
         keep_connections(instance)
         assert "connect" not in vars(instance.run_storage)
         assert "index_connection" not in vars(instance.event_log_storage)
+
+
+def test_the_second_time_it_changes_nothing(kept: dg.DagsterInstance):
+    storages = (kept.schedule_storage, kept.run_storage, kept.event_log_storage)
+    before = [dict(vars(storage)) for storage in storages]
+    keep_connections(kept)
+    assert [dict(vars(storage)) for storage in storages] == before
