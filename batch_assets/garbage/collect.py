@@ -15,10 +15,20 @@ from pathlib import Path
 from typing import IO
 
 from batch_assets.filtering.passed_table import PassedStore
-from batch_assets.garbage.unreferenced import Garbage, Grace, Kind, Version, journals, old_versions, superseded_batches
+from batch_assets.garbage.unreferenced import (
+    Garbage,
+    Grace,
+    Kind,
+    Version,
+    journals,
+    old_versions,
+    submitted_batches,
+    superseded_batches,
+)
 from batch_assets.publishing.published_table import published_table
 from resources.objects.opening import CorruptObject, ObjectInfo, Objects
 from resources.store.dataset_store import BatchObject, DatasetStore
+from resources.store.stored_batches import range_of, records_prefix
 
 KEEP_VERSIONS = 2
 OLDER_THAN = "7d"
@@ -104,6 +114,10 @@ def _of_dataset(
     yield from superseded_batches(listed(), wanted, grace)
     prefix = f"{store.dataset}/journal/"
     yield from journals(store.objects.list(prefix), prefix, committed, grace)
+    prefix = records_prefix(store.dataset)
+    yield from submitted_batches(
+        store.objects.list(prefix), prefix, committed, grace, lambda path: range_of(store.objects, path)
+    )
     yield from old_versions(_snapshots(store), 1, {snapshot}, grace, Kind.OLD_SNAPSHOT)
     for tables in (store, PassedStore(store)):
         seen = tables.current_published()

@@ -3,7 +3,8 @@
 What is kept, whatever its age: the current snapshot; of each of its batches the newest object at its data version, and
 where there is none every object of the batch, as a run takes rows over from them; the published versions that are
 newest, that readers see, or that the snapshot of another dataset was made of; journals of batches that are not
-committed, or that a regenerate or a redrive has not made anew. Anything else goes once it is older than a grace time,
+committed, or that a regenerate or a redrive has not made anew; so do records of what was sent to a Batch API, as the
+next run takes the answers. Anything else goes once it is older than a grace time,
 as somebody may still read it.
 """
 
@@ -12,11 +13,12 @@ from __future__ import annotations
 import bisect
 import enum
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from resources.objects.opening import ObjectInfo
 from resources.store.dataset_store import BatchObject
+from resources.store.stored_batches import ORDINARY
 
 
 class Kind(enum.StrEnum):
@@ -27,6 +29,7 @@ class Kind(enum.StrEnum):
     OLD_VERSION = "old published version"
     UNFINISHED = "unfinished"
     JOURNAL = "journal of committed batches"
+    SUBMITTED = "record of a submitted batch"
     BACKUP = "old backup"
     UPLOAD = "broken upload"
 
@@ -130,7 +133,37 @@ def journals(
     keys = sorted(committed)
     for info in listed:
         first, last, purpose = (*info.path[len(prefix) :].partition("/")[0].split("-", 2), "", "")[:3]
-        inside = [committed[key] for key in keys[bisect.bisect_left(keys, first) : bisect.bisect_right(keys, last)]]
-        needed = any(at is None or (purpose and at <= info.modified_at) for at in inside)
-        if grace.over(info) and not needed:
+        inside = [committed[key] for key in _within(keys, first, last)]
+        if grace.over(info) and not _is_open(inside, info if purpose else None):
             yield Garbage(Kind.JOURNAL, info.path, info.size)
+
+
+def submitted_batches(
+    listed: Iterable[ObjectInfo],
+    prefix: str,
+    committed: Mapping[str, float | None],
+    grace: Grace,
+    range_of: Callable[[str], tuple[str, str] | None],
+) -> Iterator[Garbage]:
+    """Records of what was sent to a Batch API, which no run looks for any more. A run of ordinary work looks at all of
+    that kind, so every batch must be committed; the retry of a regenerate or a redrive at those below its run id, whose
+    batches must have been committed later. `committed`: as for `journals`. `range_of`: the first and the last batch of
+    a record; None: all.
+    """
+    keys = sorted(committed)
+    for info in listed:
+        if not grace.over(info):
+            continue
+        ordinary = info.path[len(prefix) :].partition("/")[0] == ORDINARY
+        inside = keys if ordinary or (ends := range_of(info.path)) is None else _within(keys, *ends)
+        if not _is_open([committed[key] for key in inside], None if ordinary else info):
+            yield Garbage(Kind.SUBMITTED, info.path, info.size)
+
+
+def _within(keys: Sequence[str], first: str, last: str) -> Sequence[str]:
+    return keys[bisect.bisect_left(keys, first) : bisect.bisect_right(keys, last)]
+
+
+def _is_open(committed: Iterable[float | None], before: ObjectInfo | None) -> bool:
+    """Whether a batch is not committed, or was so at the latest when this object was written."""
+    return any(at is None or (before is not None and at <= before.modified_at) for at in committed)

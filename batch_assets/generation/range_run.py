@@ -50,7 +50,7 @@ from resources.store.journal import note_furthest
 from resources.store.outcome_tables import outcomes_from
 from resources.store.reusable_answers import ReusableAnswers, ReusableBatch
 from resources.store.row_condition import RowCondition
-from resources.store.stored_batches import StoredBatches
+from resources.store.stored_batches import RANGE, StoredBatches
 
 log = logging.getLogger(__name__)
 
@@ -489,7 +489,7 @@ class RangeRun:
 
     def _batch_client(self, limits: BatchLimits) -> Callable[..., BatchClient]:
         purpose, (first, last) = self.identity.intent.purpose, self.identity.key_range
-        labels = {"dataset": self.store.dataset, "snapshot": self.manifest.snapshot, "range": f"{first}-{last}"}
+        labels = {"dataset": self.store.dataset, "snapshot": self.manifest.snapshot, RANGE: f"{first}-{last}"}
         records = StoredBatches(self.store.objects, self.store.dataset, purpose)
         return partial(BatchClient, batches=limits, records=records, labels=labels)
 

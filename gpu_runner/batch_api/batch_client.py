@@ -294,7 +294,12 @@ class BatchClient(EngineClient):
         file_id = await self._persist(lambda: self._api_calls.upload(file, f"batch-assets-{key}.jsonl"))
         file.unlink()
         record = SubmittedBatch(
-            key=key, place=self._place, created_at=self._clock(), digests=digests, input_file_id=file_id
+            key=key,
+            place=self._place,
+            created_at=self._clock(),
+            digests=digests,
+            input_file_id=file_id,
+            labels=self._labels,
         )
         await asyncio.to_thread(self._records.keep, record)
         batch = _Batch(record, dict(zip(ids, rows, strict=True)))

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 class SubmittedBatch(BaseModel):
     """`place`: a digest of the provider's address and of the model. `digests`: of the requests, in their order.
 
-    `batch_id`: the provider's; "" until it is known. `created_at`: Unix seconds.
+    `batch_id`: the provider's; "" until it is known. `created_at`: Unix seconds. `labels`: what else its metadata says.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -25,6 +25,7 @@ class SubmittedBatch(BaseModel):
     digests: tuple[str, ...]
     input_file_id: str
     batch_id: str = ""
+    labels: dict[str, str] = Field(default_factory=dict)
 
 
 class BatchRecords(Protocol):

@@ -15,8 +15,10 @@ from resources.objects.opening import Objects
 
 log = logging.getLogger(__name__)
 
+RANGE = "range"  # the label that names the batches of a run: `FIRST-LAST`, by their keys
 LARGEST_RECORD = 64 << 20
 MOST_RECORDS = 1_000
+ORDINARY = "ordinary"
 
 
 class StoredBatches:
@@ -24,7 +26,7 @@ class StoredBatches:
 
     def __init__(self, objects: Objects, dataset: str, purpose: str = "") -> None:
         self._objects = objects
-        self._prefix = f"{dataset}/submitted_batches/{purpose or 'ordinary'}/"
+        self._prefix = f"{records_prefix(dataset)}{purpose or ORDINARY}/"
 
     def keep(self, batch: SubmittedBatch) -> None:
         """Write, or replace. Raises OSError and StoreError."""
@@ -50,3 +52,19 @@ class StoredBatches:
 
     def _path(self, key: str) -> str:
         return f"{self._prefix}{key}.json"
+
+
+def records_prefix(dataset: str) -> str:
+    """Below it lie the records of a dataset, in a folder for each purpose: ORDINARY, or a run id."""
+    return f"{dataset}/submitted_batches/"
+
+
+def range_of(objects: Objects, path: str) -> tuple[str, str] | None:
+    """The first and the last key of the batches whose rows were sent; None where the record does not say it. Raises
+    CorruptObject, OSError and StoreError."""
+    try:
+        found = SubmittedBatch.model_validate_json(objects.get(path, LARGEST_RECORD)).labels.get(RANGE, "")
+    except (FileNotFoundError, ValidationError):
+        return None
+    first, dash, last = found.partition("-")
+    return (first, last) if dash else None

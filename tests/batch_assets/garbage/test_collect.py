@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +22,11 @@ from batch_assets.garbage.collect import Found, delete_all, find_all, pinned_ver
 from batch_assets.garbage.unreferenced import Garbage, Grace, Kind
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.publish import publish, whole_table
+from gpu_runner.batch_api.submitted_batches import SubmittedBatch
 from resources.objects.object_interface import ObjectInfo
 from resources.objects.opening import Objects, StoreError, open_objects
 from resources.store.dataset_store import BatchObject, DatasetStore
+from resources.store.stored_batches import RANGE, StoredBatches
 
 ROWS, BATCH_ROWS = 12, 3
 KEYS = [f"{number:05d}" for number in range(ROWS // BATCH_ROWS)]
@@ -46,6 +49,8 @@ class History:
     def __init__(self, store: DatasetStore, folder: Path) -> None:
         self.store, self.folder, self.published = store, folder, list[str]()
         self.now = 1_750_000_000.0
+        self.sent = dict[tuple[str, str], set[str]]()
+        self.made_anew = defaultdict[tuple[str, str], set[str]](set)
 
     def refresh(self, changed: set[int]) -> None:
         """A snapshot in which some rows have another question than ever before."""
@@ -59,7 +64,11 @@ class History:
     def commit(self, keys: set[int], generation: int) -> None:
         if snapshot := self.store.current_snapshot():
             wanted = [KEYS[one] for one in keys]
+            before = {batch for batch, _ in self.store.batch_infos()}
             commit(self.store, self.store.manifest(snapshot), keys=wanted, generation=generation)
+            new = {batch.key for batch, _ in self.store.batch_infos() if batch not in before}
+            for one in self.sent:
+                self.made_anew[one] |= new
 
     def journal(self, first: int, last: int, purpose: str = "") -> None:
         if snapshot := self.store.current_snapshot():
@@ -73,6 +82,32 @@ class History:
                 keys = (KEYS[first], KEYS[last])
                 self.store.journal.append(keys, purpose, ORIGIN.run_id, int(self.now), found, "chat")
                 self.now += 1
+
+    def send(self, first: int, last: int, purpose: str = "") -> None:
+        """Rows of these batches went to a Batch API, and the run was killed."""
+        key, labels = f"{len(self.sent):032x}", {RANGE: f"{KEYS[first]}-{KEYS[last]}"}
+        record = SubmittedBatch(
+            key=key, place="p", created_at=self.now, digests=("d",), input_file_id="f", labels=labels
+        )
+        StoredBatches(self.store.objects, self.store.dataset, purpose).keep(record)
+        self.sent[purpose, key] = set(KEYS[first : last + 1])
+
+    def awaited(self) -> set[tuple[str, str]]:
+        """What was sent and is looked for by a run that goes on: all of ordinary work while a batch is open; of a
+        regenerate, while one of its own batches is open or was not made anew."""
+        if (snapshot := self.store.current_snapshot()) is None:
+            return set()
+        open_keys = {entry.key for entry in self.store.entries(snapshot)} - self.current().keys()
+        kept = {
+            (purpose, record.key)
+            for purpose in {purpose for purpose, _ in self.sent}
+            for record in StoredBatches(self.store.objects, self.store.dataset, purpose).all()
+        }
+        return {
+            one
+            for one in kept
+            if (self.sent[one] & open_keys | self.sent[one] - self.made_anew[one] if one[0] else open_keys)
+        }
 
     def publish(self) -> None:
         snapshot = self.store.current_snapshot()
@@ -114,6 +149,7 @@ steps = st.lists(
         st.tuples(st.just("commit"), batches, st.integers(0, 2)),
         st.tuples(st.just("commit"), st.just(set(range(len(KEYS)))), st.integers(0, 2)),
         st.tuples(st.just("journal"), st.integers(0, 1), st.integers(1, 3)),
+        st.tuples(st.just("send"), st.integers(0, 1), st.integers(1, 3), st.sampled_from(["", "", "a-run"])),
         st.tuples(st.just("publish")),
         st.tuples(st.just("gc"), st.integers(1, 3)),
     ),
@@ -132,11 +168,15 @@ def test_everything_that_is_referenced_can_be_read_and_nothing_is_asked_again(
         history.refresh(set())
         for name, *arguments in done:
             if name == "gc":
+                awaited = history.awaited()
                 look([store], arguments[0])
+                assert history.awaited() == awaited
             else:
                 getattr(history, name)(*arguments)
         before, answers, published = history.current(), history.answers(), store.current_published()
+        awaited = history.awaited()
         look([store], keep)
+        assert history.awaited() == awaited
         assert history.current() == before
         assert history.answers() == answers
         for batch in before.values():
@@ -190,6 +230,38 @@ def test_what_a_regenerate_has_paid_for_stays_until_its_batches_are_made_anew(hi
     assert look([history.store]).objects[Kind.JOURNAL] == 1
 
 
+def records(history: History) -> set[str]:
+    return left(history.store, "submitted_batches")
+
+
+def test_records_of_what_was_sent_go_when_no_run_looks_for_them_any_more(history: History) -> None:
+    history.send(0, 1)
+    history.send(0, 1, "a-run")
+    history.refresh({1, 7, 11})
+    look([history.store])
+    history.commit({0, 2}, 0)
+    look([history.store])
+    assert records(history) == {"ordinary", "a-run"}  # batch 3 is open: rows may have moved to it
+    history.commit({3}, 0)
+    assert not look([history.store], grace=Grace(1_600_000_000.0)).objects
+    assert look([history.store]).objects[Kind.SUBMITTED] == 1
+    assert records(history) == {"a-run"}
+    history.commit({1}, 1)
+    assert look([history.store]).objects[Kind.SUBMITTED] == 1
+    assert not records(history)
+
+
+def test_a_record_that_does_not_say_its_batches_waits_for_all_of_them(history: History) -> None:
+    store, path = history.store, "submitted_batches/a-run/"
+    store.objects.put(f"{store.dataset}/{path}{'0' * 32}.json", b"no record")
+    old = SubmittedBatch(key="1" * 32, place="p", created_at=1.0, digests=("d",), input_file_id="f")
+    StoredBatches(store.objects, store.dataset, "a-run").keep(old)
+    history.commit({0, 1, 3}, 1)
+    assert not look([store]).objects[Kind.SUBMITTED]
+    history.commit({2}, 2)
+    assert look([store]).objects[Kind.SUBMITTED] == 2
+
+
 def test_a_version_that_another_dataset_was_made_of_stays(history: History) -> None:
     other = DatasetStore(history.store.objects, "other")
     manifest = write_snapshot(other, questions(3))
@@ -209,16 +281,18 @@ def test_a_dataset_at_work_is_left_alone(history: History) -> None:
     assert found.skipped == {"sums": "1 of its runs is under way"}
 
 
-@pytest.mark.parametrize("folder", ["batches", "journal", "snapshots", "published"])
+@pytest.mark.parametrize("folder", ["batches", "journal", "submitted_batches", "snapshots", "published"])
 def test_a_listing_that_fails_in_the_middle_deletes_nothing(
     history: History, monkeypatch: pytest.MonkeyPatch, folder: str
 ) -> None:
+    history.send(0, 1)
     objects = history.store.objects
     there, listing = [*objects.list("")], type(objects).list
 
     def breaks_off(self: Objects, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
         for number, info in enumerate(listing(self, prefix, start_after)):
-            if (f"/{folder}/" in prefix and number == 1) or (folder == "journal" and "/journal/" in prefix):
+            few = folder in ("journal", "submitted_batches")
+            if f"/{folder}/" in prefix and (few or number == 1):
                 raise StoreError("503")
             yield info
 

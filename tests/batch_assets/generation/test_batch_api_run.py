@@ -23,7 +23,7 @@ from gpu_runner.token_price import TokenPrice
 from resources.fleet.resource import LeasedEngine
 from resources.objects.opening import Objects
 from resources.store.dataset_store import DatasetStore
-from resources.store.stored_batches import StoredBatches
+from resources.store.stored_batches import StoredBatches, range_of
 
 LIMITS = BatchLimits(gather_seconds=0.1, poll_seconds=0.05)
 
@@ -160,7 +160,9 @@ def test_a_terminated_run_has_its_batch_cancelled_and_the_next_one_takes_what_it
             terminated.ending = True
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
-            assert api.batches["batch-0"]["status"] == "cancelling"
+            assert api.batches["batch-0"]["status"] in ("cancelling", "cancelled")
+            (record,) = records(local_objects)
+            assert range_of(local_objects, record) == terminated.identity.key_range == ("00000", "00002")
             api.ends = True
             run = a_run(store, manifest, "run-2", policy=POLICY)
             async with asyncio.timeout(30):
