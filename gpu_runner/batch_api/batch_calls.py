@@ -1,18 +1,18 @@
-"""The calls of OpenAI's Batch API: upload, create, look, find, cancel, download. Bounded in bytes and time.
+"""The calls of OpenAI's Batch API: upload, create, look, find, cancel, download, delete. Bounded in bytes and time.
 
 Every call raises what a request of a row raises: Transient, RequestDenied, RowRejected, EngineRefused. Messages are the
-provider's words.
+provider's words. `download` raises EngineLost where this computer cannot keep what comes.
 
 Source: https://platform.openai.com/docs/api-reference/batch and .../files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 import aiohttp
@@ -26,27 +26,33 @@ from gpu_runner.bounded_http.bounded_read import (
     READ_BYTES,
     BodyTooLarge,
     UnaskedEncoding,
+    encoding_of,
     read_beginning,
     read_body,
 )
 from gpu_runner.bounded_http.tls_files import TlsFiles, ssl_of
 from gpu_runner.client.engine_connections import failure_below_http, watched_socket
-from gpu_runner.client.protocol import Transient, error_of
+from gpu_runner.client.protocol import EngineLost, Transient, error_of
 from gpu_runner.client.server_sentence import server_sentence
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+T = TypeVar("T")
+
 KEY = "batch_assets_key"  # in a batch's metadata
 PAGES, PAGE = 20, 100  # of the list of batches that are looked through
 CALL_SECONDS, FILE_SECONDS, SILENT_SECONDS = 30.0, 3600.0, 60.0
-ID_LETTERS = 256
+ID_LETTERS = 2048  # gateways put what they know of a file into its id
 ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
+UNREAD = frozenset({"pending", "notrunning", "running", "processing"})  # Azure's, of a file that no batch may have yet
 
 
 @dataclass(frozen=True, slots=True)
 class BatchState:
-    """A batch as its provider describes it. `code`, `message`: of the first of its errors; "" without one."""
+    """A batch as its provider describes it. `status`: in OpenAI's letters. `code`, `message`: of the first of its
+    errors; "" without one. `completed`: lines that were answered, where it says.
+    """
 
     batch_id: str
     status: str
@@ -54,28 +60,39 @@ class BatchState:
     error_file_id: str = ""
     code: str = ""
     message: str = ""
+    completed: int = 0
 
     @property
     def over(self) -> bool:
         """Whether nothing more comes of it."""
         return self.status in ENDED
 
+    @property
+    def lacks_output(self) -> bool:
+        """Whether it has answers, and does not say yet in which file."""
+        return self.completed > 0 and not self.output_file_id
+
     @classmethod
     def read(cls, found: Any) -> BatchState:
-        """From a batch object. Raises Transient for what is none."""
+        """From a batch object, or from the `job` that some providers answer with. Raises Transient for what is none."""
+        if isinstance(found, dict) and isinstance(found.get("job"), dict):
+            found = found["job"]
         if not isinstance(found, dict) or not _word(found, "id") or not _word(found, "status"):
             raise Transient("garbage_body", "expected a batch object", status=200)
         errors = found.get("errors")
         listed = errors.get("data") if isinstance(errors, dict) else None
         first = listed[0] if isinstance(listed, list) and listed and isinstance(listed[0], dict) else {}
         files = _word(found, "output_file_id"), _word(found, "error_file_id")
-        said = first.get("message")
+        said, counts = first.get("message"), found.get("request_counts")
+        completed = counts.get("completed") if isinstance(counts, dict) else None
+        status = _word(found, "status").lower()  # some write COMPLETED
         return cls(
             _word(found, "id"),
-            _word(found, "status"),
+            "cancelled" if status == "canceled" else status,
             *files,
             _word(first, "code"),
             server_sentence(said if isinstance(said, str) else ""),
+            completed if type(completed) is int else 0,
         )
 
 
@@ -99,8 +116,8 @@ class BatchCalls:
         """End all calls."""
         await self._session.close()
 
-    async def upload(self, file: Path, name: str) -> str:
-        """The id of a new input file."""
+    async def upload(self, file: Path, name: str) -> tuple[str, bool]:
+        """(The id of a new input file, whether a batch may have it already)."""
         with file.open("rb") as body:
             form = aiohttp.FormData()
             form.add_field("purpose", "batch")
@@ -108,12 +125,22 @@ class BatchCalls:
             found = await self._json("POST", "files", data=form, seconds=FILE_SECONDS)
         if not (file_id := _word(found, "id")):
             raise Transient("garbage_body", "expected a file object", status=200)
-        return file_id
+        return file_id, _word(found, "status").lower() not in UNREAD
+
+    async def is_read(self, file_id: str) -> bool:
+        """Whether a batch may have the input file."""
+        found = await self._json("GET", f"files/{_escaped(file_id)}")
+        return _word(found, "status").lower() not in UNREAD
+
+    async def delete(self, file_id: str) -> None:
+        """The account has the file no longer."""
+        await self._json("DELETE", f"files/{_escaped(file_id)}")
 
     async def create(self, file_id: str, path: str, window: str, metadata: Mapping[str, str]) -> BatchState:
-        """A new batch of the file."""
+        """A new batch of the file. Some providers make no second one of the same key."""
         asked = {"input_file_id": file_id, "endpoint": path, "completion_window": window, "metadata": dict(metadata)}
-        return BatchState.read(await self._json("POST", "batches", json=asked))
+        again = {"Idempotency-Key": metadata[KEY]} if KEY in metadata else {}
+        return BatchState.read(await self._json("POST", "batches", json=asked, headers=again))
 
     async def look(self, batch_id: str) -> BatchState:
         """The batch as it is now."""
@@ -123,17 +150,21 @@ class BatchCalls:
         """No further row of it is begun; what is finished is kept."""
         await self._json("POST", f"batches/{_escaped(batch_id)}/cancel")
 
-    async def find(self, key: str) -> BatchState | None:
-        """The batch with this key in its metadata, among the newest ones."""
+    async def find(self, key: str, file_id: str) -> BatchState | None:
+        """The batch with this key in its metadata, among the newest ones; of this input file, where the provider keeps
+        no metadata.
+        """
         after = ""
         for _ in range(PAGES):
             page = await self._json("GET", f"batches?limit={PAGE}" + (f"&after={_escaped(after)}" if after else ""))
+            page = {"data": page} if isinstance(page, list) else page  # some answer with the list itself
             listed = page.get("data") if isinstance(page, dict) else None
             if not isinstance(listed, list):
                 raise Transient("garbage_body", "expected a list of batches", status=200)
             for one in listed:
                 metadata = one.get("metadata") if isinstance(one, dict) else None
-                if isinstance(metadata, dict) and metadata.get(KEY) == key:
+                same = metadata.get(KEY) == key if isinstance(metadata, dict) and metadata else False
+                if same or (not metadata and file_id and _word(one, "input_file_id") == file_id):
                     return BatchState.read(one)
             after = _word(listed[-1], "id") if listed else ""
             if not after or page.get("has_more") is not True:
@@ -151,13 +182,19 @@ class BatchCalls:
         taken = 0
         try:
             async with self._asked("GET", path, timeout=limit) as answer:
-                with into.open("wb") as file:
+                if encoding := encoding_of(answer):
+                    answer.close()
+                    raise UnaskedEncoding(encoding)
+                with _kept(into.open, "wb") as file:
                     async for part in answer.content.iter_chunked(READ_BYTES):
-                        file.write(part[: most - taken])
+                        _kept(file.write, part[: most - taken])
                         taken += len(part)
                         if taken > most:
                             answer.close()
                             return False
+                    _kept(file.flush)
+        except UnaskedEncoding as error:
+            raise Transient("garbage_body", str(error), status=200) from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise failure_below_http(error) from error
         return True
@@ -184,6 +221,15 @@ class BatchCalls:
                 said = said.replace(self._api_key, b"[API key]") if self._api_key else said
                 raise error_of(answer.status, answer.headers, said)
             yield answer
+
+
+def _kept(call: Callable[..., T], *given: Any) -> T:
+    """The call of a local file. Raises EngineLost: a full disk is no failure of the network."""
+    try:
+        return call(*given)
+    except OSError as error:
+        why = f"the batch's files cannot be kept: {error.strerror or type(error).__name__}"
+        raise EngineLost("not_ready", why) from error
 
 
 def _escaped(word: str) -> str:

@@ -16,16 +16,18 @@ import tempfile
 import time
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
 import aiohttp
 
-from gpu_runner.batch_api.batch_calls import KEY, BatchCalls, BatchState
+from gpu_runner.batch_api.batch_calls import BatchCalls, BatchState
 from gpu_runner.batch_api.batch_lines import FoundLine, LineAnswer, OutputLines, custom_ids, digest_of, input_line
+from gpu_runner.batch_api.patient_calls import GONE, PatientCalls
 from gpu_runner.batch_api.submitted_batches import BatchRecords, SubmittedBatch
 from gpu_runner.bounded_http.bounded_read import FREE_BYTES, Admit, BodyTooLarge
 from gpu_runner.client.answers.quota_codes import quota_code
@@ -53,13 +55,14 @@ T = TypeVar("T")
 TASKS = ("chat", "completion", "embedding")
 
 FIRST_POLL_SECONDS, POLL_GROWTH = 0.5, 1.5
-SILENT_SECONDS = 900.0  # without an answer of the provider, until it counts as lost
 OVERDUE = 1.25  # times the window: a batch that has not ended by then is given up
-QUEUE_FULL = "token_limit_exceeded"  # OpenAI's, where too many tokens of an account wait in batches already
-QUEUE_SECONDS = 60.0
-CANCEL_SECONDS, LEAVE_SECONDS = 600.0, 1.5
-GONE = (400, 404, 410)  # of a batch, or the file of one, that another run sent
+# OpenAI's and Azure's, where too many tokens or requests of an account wait in batches already.
+QUEUE_FULL = frozenset({"token_limit_exceeded", "request_limit_exceeded", "rate_limit_exceeded"})
+QUEUE_SECONDS, LONGEST_QUEUE_SECONDS = 60.0, 600.0
+CANCEL_SECONDS, LEAVE_SECONDS = 900.0, 1.5  # OpenAI's take up to ten minutes
+LACKS_OUTPUT_SECONDS = 120.0  # until a batch that has ended must say where its answers are
 AT_ONCE = 100  # rows that are answered before others get their turn
+LOOKED_AT = 100  # lines of which it is compared why they are refused
 ALL_REFUSED = 8  # lines that are refused alike and none answered: then it is not the rows
 
 
@@ -121,14 +124,17 @@ class BatchClient(EngineClient):
         self._all_read = asyncio.Event()
         self._all_read.set()
         self._over: EngineError | None = None
-        self._leaving = False
+        self._leaving = asyncio.Event()
+        self._most_rows, self._queue_seconds = batches.max_requests, QUEUE_SECONDS
         self._folder = Path()
         self._calls: BatchCalls | None = None
+        self._patient: PatientCalls | None = None
 
     async def __aenter__(self) -> Self:
         await super().__aenter__()
         self._folder = Path(tempfile.mkdtemp(prefix="batch-api-"))
         self._calls = BatchCalls(self._api, self._api_key.decode() or None, self._tls, self._time_outs.connect)
+        self._patient = PatientCalls(self._calls, self._batch_limits)
         await self._look_for_records()
         return self
 
@@ -186,6 +192,12 @@ class BatchClient(EngineClient):
         if self._calls is None:
             raise RuntimeError("BatchClient is not open: use `async with`")
         return self._calls
+
+    @property
+    def _provider(self) -> PatientCalls:
+        if self._patient is None:
+            raise RuntimeError("BatchClient is not open: use `async with`")
+        return self._patient
 
     async def _ask(self, body: bytes, admit: Admit | None, read: ReadAnswer[T]) -> T:
         if self._over is not None:
@@ -252,7 +264,7 @@ class BatchClient(EngineClient):
             self._send_gathered()
         self._gathered.append(row)
         self._gathered_bytes += size
-        if len(self._gathered) >= limits.max_requests:
+        if len(self._gathered) >= self._most_rows:
             self._send_gathered()
             return
         if self._gathering is not None:
@@ -263,7 +275,7 @@ class BatchClient(EngineClient):
         if self._gathering is not None:
             self._gathering.cancel()
         rows, self._gathered, self._gathered_bytes, self._gathering = self._gathered, [], 0, None
-        if rows and not self._leaving:
+        if rows and not self._leaving.is_set():
             self._begin(self._send(rows))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -278,7 +290,7 @@ class BatchClient(EngineClient):
             async with self._places:
                 await self._look_for_records()  # of a run that has ended meanwhile
                 rows = [row for row in rows if not row.line.done() and not self._attach(row)]
-                if rows and not self._leaving:
+                if rows and not self._leaving.is_set():
                     await self._follow(await self._submit(rows))
         except EngineError as error:
             self._fail(rows, error)
@@ -291,7 +303,7 @@ class BatchClient(EngineClient):
         ids = custom_ids(digests)
         file = self._folder / f"{key}.jsonl"
         await asyncio.to_thread(self._write, file, ids, rows)
-        file_id = await self._persist(lambda: self._api_calls.upload(file, f"batch-assets-{key}.jsonl"))
+        file_id = await self._provider.upload(file, f"batch-assets-{key}.jsonl")
         file.unlink()
         record = SubmittedBatch(
             key=key,
@@ -317,23 +329,13 @@ class BatchClient(EngineClient):
 
         The answer to a creation may be lost: the batch is looked for.
         """
-        record, tried = batch.record, batch.record.key not in self._sent
-
-        async def create() -> BatchState:
-            nonlocal tried
-            if tried and (found := await self._api_calls.find(record.key)) is not None:
-                return found
-            tried = True
-            labels = {**self._labels, KEY: record.key}
-            window = self._batch_limits.completion_window
-            return await self._api_calls.create(record.input_file_id, self._path, window, labels)
-
+        record, own = batch.record, batch.record.key in self._sent
         try:
             if record.batch_id:
-                return await self._persist(lambda: self._api_calls.look(record.batch_id))
-            state = await self._persist(create)
+                return await self._provider.look(record.batch_id)
+            state = await self._provider.create(record, self._path, self._labels, unclear=not own)
         except EngineRefused as error:
-            if error.status in GONE and record.key not in self._sent:
+            if error.status in GONE and not own:
                 return None
             raise
         batch.record = record.model_copy(update={"batch_id": state.batch_id})
@@ -346,49 +348,56 @@ class BatchClient(EngineClient):
     async def _follow(self, batch: _Batch) -> None:
         """Until the batch has ended, and every row that waits for it has its line, or an error."""
         try:
+            if self._leaving.is_set() and batch.record.key in self._sent and not batch.record.batch_id:
+                await self._forget(batch)
+                return
             if (created := await self._created(batch)) is None:
                 await self._forget(batch)
-                for row in batch.rows.values():
-                    self._gather(row)
+                self._gather_again(batch)
                 return
+            if self._leaving.is_set() and not created.over and not batch.cancelled:
+                await self._cancel(batch)
             state = await self._ended(batch, created)
-            if state.status == "failed":
-                await self._failed(batch, state)
-                return
             await self._collect(batch, state)
         except Transient as error:  # it has not ended in time
             await self._forget(batch)
             self._fail(list(batch.rows.values()), error)
         except EngineError as error:
-            self._fail(list(batch.rows.values()), error)
+            self._let_go(batch, error)
         except Exception as error:  # as in `_send`
             log.exception("batch %s: its answers were not read", batch.record.batch_id)
             lost = EngineLost("not_ready", f"the batch's files cannot be kept: {type(error).__name__}")
-            self._fail(list(batch.rows.values()), lost)
+            self._let_go(batch, lost)
 
     async def _ended(self, batch: _Batch, state: BatchState) -> BatchState:
         wait, until = FIRST_POLL_SECONDS, batch.record.created_at + OVERDUE * self._batch_limits.window_seconds
         while not state.over:
             if self._clock() > until and not batch.cancelled:
-                batch.cancelled = True
                 until = self._clock() + CANCEL_SECONDS
-                await self._persist(lambda: self._api_calls.cancel(batch.record.batch_id))
+                await self._cancel(batch)
             elif self._clock() > until:
                 raise Transient("batch_overdue", f"status {state.status} after its window")
             await asyncio.sleep(wait)
             wait = min(self._batch_limits.poll_seconds, wait * POLL_GROWTH)
-            state = await self._persist(lambda: self._api_calls.look(batch.record.batch_id))
+            state = await self._provider.look(batch.record.batch_id)
+        until = self._clock() + LACKS_OUTPUT_SECONDS
+        while state.lacks_output and self._clock() < until:
+            await asyncio.sleep(wait)
+            state = await self._provider.look(batch.record.batch_id)
         return state
+
+    async def _cancel(self, batch: _Batch) -> None:
+        batch.cancelled = True
+        await self._provider.cancel(batch.record.batch_id)
 
     async def _failed(self, batch: _Batch, state: BatchState) -> None:
         """The provider has refused the file as a whole: nothing of it was done, or is paid."""
         await self._forget(batch)
-        rows = list(batch.rows.values())
-        if state.code == QUEUE_FULL:
-            await asyncio.sleep(QUEUE_SECONDS)
-            if not self._leaving:
-                await self._follow(await self._submit([row for row in rows if not row.line.done()]))
+        if state.code in QUEUE_FULL:
+            await self._wait_for_queue(len(batch.record.digests))
+            self._gather_again(batch)
             return
+        rows = list(batch.rows.values())
         words = f"{state.code}.{says(state.message)}" if state.code else "no reason was given."
         if quota_code(state.code):
             denied = RequestDenied("rejected_429", f"expected an account that can pay, found {words}", of_account=True)
@@ -396,24 +405,65 @@ class BatchClient(EngineClient):
             return
         self._fail(rows, EngineRefused(f"expected a batch that the provider takes, found it refused: {words}"))
 
+    async def _wait_for_queue(self, rows: int) -> None:
+        """The account has too much in its queue. With nothing of ours there, a batch of so many rows may be more than
+        it takes at all: further ones are half as long, until one is taken.
+        """
+        if not any(one.record.batch_id and one.lines is None and one.rows for one in self._known.values()):
+            self._most_rows = max(1, min(self._most_rows, rows) // 2)
+        log.warning("the account's queue is full: batches of up to %s rows are sent from now on", self._most_rows)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._leaving.wait(), self._queue_seconds)
+        self._queue_seconds = min(LONGEST_QUEUE_SECONDS, 2 * self._queue_seconds)
+
+    def _gather_again(self, batch: _Batch) -> None:
+        for row in batch.rows.values():
+            if not row.line.done():
+                self._gather(row)
+
+    def _let_go(self, batch: _Batch, error: EngineError) -> None:
+        """Its rows have this error. The batch is there: who asks for one of them again takes its line."""
+        rows = list(batch.rows.items())
+        for custom_id, row in rows:
+            batch.free.setdefault(row.digest, deque()).append(custom_id)
+        batch.rows.clear()
+        batch.task = None
+        self._fail([row for _, row in rows], error)
+
     async def _forget(self, batch: _Batch) -> None:
         """No row takes a line of it any more."""
         del self._known[batch.record.key]
         await asyncio.to_thread(self._records.drop, [batch.record.key])
+        await self._provider.delete(batch.record.input_file_id)
 
     async def _collect(self, batch: _Batch, state: BatchState) -> None:
         """Its files, then each row its line."""
+        lines = await self._lines(batch, state)
+        if state.status == "failed" and not lines.found:
+            await self._failed(batch, state)
+            return
+        self._most_rows = min(self._batch_limits.max_requests, 2 * self._most_rows)
+        self._queue_seconds = QUEUE_SECONDS
+        refused = self._all_refused(batch, lines)
+        batch.lines, batch.over = lines, state.status
+        for number, (custom_id, row) in enumerate(list(batch.rows.items())):
+            if refused is not None and not row.line.done():
+                row.line.set_exception(refused)
+            elif not (batch.cancelled and self._leaving.is_set() and custom_id not in lines.found):
+                self._give(batch, custom_id, row)
+            if number % AT_ONCE == AT_ONCE - 1:
+                await asyncio.sleep(0)
+        batch.given = True
+        await self._provider.delete(batch.record.input_file_id)
+
+    async def _lines(self, batch: _Batch, state: BatchState) -> OutputLines:
         lines, ids = OutputLines(), set(batch.ids)
         longest = self._limit + 4096
         for number, file_id in enumerate((state.output_file_id, state.error_file_id)):
             if not file_id:
                 continue
             path = self._folder / f"{batch.record.key}-{number}.jsonl"
-            try:
-                await self._download(file_id, path)
-            except EngineRefused as error:
-                if error.status not in GONE:
-                    raise
+            if not await self._provider.download(file_id, path, self._batch_limits.max_output_bytes):
                 log.warning("batch %s: a file of it is missing", state.batch_id)
                 continue
             await asyncio.to_thread(lines.read, path, ids, longest)
@@ -421,21 +471,7 @@ class BatchClient(EngineClient):
             name: n for name in ("unreadable", "unknown", "doubled") if (n := cast("int", getattr(lines, name)))
         }:
             log.warning("batch %s: lines that are not used: %s", state.batch_id, odd)
-        refused = self._all_refused(lines)
-        batch.lines, batch.over = lines, state.status
-        for number, (custom_id, row) in enumerate(list(batch.rows.items())):
-            if refused is not None and not row.line.done():
-                row.line.set_exception(refused)
-            elif not (batch.cancelled and self._leaving and custom_id not in lines.found):
-                self._give(batch, custom_id, row)
-            if number % AT_ONCE == AT_ONCE - 1:
-                await asyncio.sleep(0)
-        batch.given = True
-
-    async def _download(self, file_id: str, path: Path) -> None:
-        most = self._batch_limits.max_output_bytes
-        if not await self._persist(lambda: self._api_calls.download(file_id, path, most)):
-            log.warning("file %s has more than %s bytes; the rest is left", file_id, most)
+        return lines
 
     def _give(self, batch: _Batch, custom_id: str, row: _Row) -> None:
         if row.line.done():
@@ -450,14 +486,24 @@ class BatchClient(EngineClient):
             self._all_read.clear()
             row.line.set_result(found)
 
-    def _all_refused(self, lines: OutputLines) -> EngineError | None:
+    def _all_refused(self, batch: _Batch, lines: OutputLines) -> EngineError | None:
         """Every line was refused alike: by the key, the model or the settings, not for what a row says."""
         statuses = {line.status for line in lines.found.values()}
         if len(lines.found) < ALL_REFUSED or len(statuses) != 1 or not 400 <= (status := statuses.pop()) < 500:
             return None
-        first = next(iter(lines.found.values())).read()
-        error = error_of(status, {}, first.body)
-        return EngineRefused(str(error)) if isinstance(error, RequestDenied) and not error.of_account else None
+        some = islice(lines.found.items(), LOOKED_AT)
+        errors = {custom_id: error_of(status, {}, line.read().body) for custom_id, line in some}
+        custom_id, first = next(iter(errors.items()))
+        if not isinstance(first, RequestDenied) or first.of_account:
+            return None
+        if not all(isinstance(error, RequestDenied) and first.like(error) for error in errors.values()):
+            return None
+        row = batch.rows.get(custom_id)
+        said = "" if row is None else says(first.message, row.body)
+        return EngineRefused(
+            f"expected lines of a batch to be answered, found all {len(lines.found):,} refused with status {status}: "
+            f"check the engine's key and model, and sampling and output against what the server allows.{said}"
+        )
 
     def _fail(self, rows: Sequence[_Row], error: EngineError) -> None:
         if isinstance(error, EngineRefused | EngineLost) and not isinstance(error, RequestDenied):
@@ -466,28 +512,6 @@ class BatchClient(EngineClient):
             if not row.line.done():
                 row.line.set_exception(error)
 
-    async def _persist(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Repeats a call that fails for a moment, for as long as a provider may be away. Raises EngineError."""
-        loop = asyncio.get_running_loop()
-        wait, began = FIRST_POLL_SECONDS, loop.time()
-        while True:
-            try:
-                return await call()
-            except Transient as error:
-                if loop.time() - began > SILENT_SECONDS:
-                    raise EngineLost("unreachable", f"the Batch API has not answered: {error.code}") from error
-                log.info("the Batch API does not answer: %s", error.code)
-                await asyncio.sleep(max(wait, min(error.retry_after or 0.0, QUEUE_SECONDS)))
-                wait = min(self._batch_limits.poll_seconds, wait * 2)
-            except RowRejected as error:
-                raise EngineRefused(f"expected the Batch API to take the call, found {error.code}") from error
-            except RequestDenied as error:
-                if error.of_account:
-                    raise
-                refused = EngineRefused(f"Batch API: {error}{says(error.message)}")
-                refused.status = error.status
-                raise refused from error
-
     # --- leaving ---
 
     async def withdraw(self, seconds: float = CANCEL_SECONDS) -> None:
@@ -495,10 +519,10 @@ class BatchClient(EngineClient):
 
         The others wait on. Returns when that is done, or after so many seconds.
         """
-        self._leaving = True
+        self._leaving.set()
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self.cancel_batches()
+                await self.cancel_batches(seconds)
                 if tasks := list(self._tasks):
                     await asyncio.wait(tasks)
                 await self._all_read.wait()
@@ -506,9 +530,7 @@ class BatchClient(EngineClient):
     async def cancel_batches(self, seconds: float = LEAVE_SECONDS) -> None:
         """Has the provider cancel the batches that rows wait for: what it has finished is kept there."""
         waited = [one for one in self._known.values() if one.rows and one.lines is None and one.record.batch_id]
-        for batch in waited:
-            batch.cancelled = True
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                calls = (self._api_calls.cancel(one.record.batch_id) for one in waited)
-                await asyncio.gather(*calls, return_exceptions=True)  # one may have ended just now
+                # A provider that is away has cancelled nothing: the next run waits for what it goes on with.
+                await asyncio.gather(*map(self._cancel, waited), return_exceptions=True)

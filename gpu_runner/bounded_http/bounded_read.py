@@ -68,7 +68,7 @@ async def read_body(answer: aiohttp.ClientResponse, limit: int, admit: Admit | N
     """
     content = answer.content
     try:
-        if encoding := _encoding(answer):
+        if encoding := encoding_of(answer):
             raise UnaskedEncoding(encoding)
         promised = answer.content_length if "Transfer-Encoding" not in answer.headers else None
         if promised is not None and promised > limit:
@@ -103,7 +103,7 @@ async def read_beginning(answer: aiohttp.ClientResponse, limit: int) -> bytes:
     """The first `limit` bytes of a body, of which the rest is left unread; none of one that is encoded."""
     body = bytearray()
     try:
-        if _encoding(answer):
+        if encoding_of(answer):
             limit = 0
         while len(body) < limit and (chunk := await answer.content.readany()):
             body += chunk
@@ -115,7 +115,7 @@ async def read_beginning(answer: aiohttp.ClientResponse, limit: int) -> bytes:
     return bytes(body[:limit])
 
 
-def _encoding(answer: aiohttp.ClientResponse) -> str:
+def encoding_of(answer: aiohttp.ClientResponse) -> str:
     """What the body is encoded in; empty when it is as it is."""
     found = answer.headers.get("Content-Encoding", "").strip().lower()
     return "" if found == "identity" else found

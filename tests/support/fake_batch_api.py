@@ -36,7 +36,8 @@ def error_line(asked: Line, code: str) -> Line:
 class FakeBatchApi:
     """`answer(asked lines)` makes the lines of the output and of the error file. `ends`: whether batches end by
     themselves; `finished`: how many rows one has finished that is cancelled. `refusals`: handlers for the next calls
-    of a path ("files", "batches"), in place of an answer. `errors`: of a batch that fails.
+    of a path ("files", "batches"), in place of an answer. `errors`: of a batch that fails. `file_states`: what the
+    next looks at a new file say of it. `most_lines`: of a batch that does not fail. `deleted`: files by the client.
     """
 
     answer: Callable[[list[Line]], tuple[list[Any], list[Any]]] = lambda asked: ([line(one) for one in asked], [])
@@ -49,6 +50,9 @@ class FakeBatchApi:
     batches: dict[str, dict[str, Any]] = field(default_factory=dict)
     refusals: dict[str, list[Handler]] = field(default_factory=dict)
     keys: set[str] = field(default_factory=set)
+    file_states: list[str] = field(default_factory=list)
+    most_lines: int | None = None
+    deleted: set[str] = field(default_factory=set)
 
     @property
     def asked(self) -> list[Line]:
@@ -63,9 +67,11 @@ class FakeBatchApi:
         """The batch has its files."""
         asked = self.lines(batch["input_file_id"])
         asked = asked[: self.finished] if batch["status"] == "cancelling" else asked
-        batch["status"] = {"cancelling": "cancelled"}.get(batch["status"], self.status)
+        full = self.most_lines is not None and len(asked) > self.most_lines
+        batch["status"] = {"cancelling": "cancelled"}.get(batch["status"], "failed" if full else self.status)
         if batch["status"] == "failed":
             batch["errors"] = {"object": "list", "data": self.errors}
+        if full or (self.errors and batch["status"] == "failed"):
             return
         for name, found in zip(("output", "error"), self.answer(asked), strict=True):
             if found:
@@ -94,14 +100,24 @@ class FakeBatchApi:
             assert isinstance(file, web.FileField)
             name = f"file-{len(self.files)}"
             self.files[name] = file.file.read()
-            return web.json_response({"id": name, "object": "file"})
-        if path[1] not in self.files:
+            return web.json_response({"id": name, "object": "file", "status": self._file_state()})
+        if path[1] not in self.files or path[1] in self.deleted:
             return web.json_response({"error": {"message": "no such file"}}, status=404)
+        if request.method == "DELETE":
+            self.deleted.add(path[1])
+            return web.json_response({"id": path[1], "object": "file", "deleted": True})
+        if len(path) == 2:
+            return web.json_response({"id": path[1], "object": "file", "status": self._file_state()})
         return web.Response(body=self.files[path[1]])
+
+    def _file_state(self) -> str:
+        return self.file_states.pop(0) if self.file_states else "processed"
 
     async def _batches(self, request: web.Request, path: list[str]) -> web.StreamResponse:
         if request.method == "POST" and len(path) == 1:
             asked = await request.json()
+            if self.file_states:
+                return web.json_response({"error": {"message": "the file is in state pending"}}, status=400)
             name = f"batch-{len(self.batches)}"
             batch = {**asked, "id": name, "object": "batch", "status": "in_progress", "errors": None}
             self.batches[name] = batch

@@ -33,6 +33,8 @@ POLICY = FeedPolicy(retry=RetryPolicy(backoff_min=0.02, backoff_max=0.05, proof_
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpu_runner.batch_api.batch_client.FIRST_POLL_SECONDS", 0.02)
+    monkeypatch.setattr("gpu_runner.batch_api.patient_calls.FIRST_WAIT_SECONDS", 0.02)
+    monkeypatch.setattr("gpu_runner.batch_api.patient_calls.LOOK_AFTER_SECONDS", (0.0,))
 
 
 def leased(api: FakeBatchApi, limits: BatchLimits = LIMITS) -> LeasedEngine:

@@ -16,7 +16,7 @@ from support.http_server import status
 
 from gpu_runner.batch_api.batch_client import BatchClient
 from gpu_runner.batch_api.submitted_batches import SubmittedBatch
-from gpu_runner.client.protocol import Completion, EngineRefused, RequestDenied, RowRejected, Transient
+from gpu_runner.client.protocol import Completion, EngineLost, EngineRefused, RequestDenied, RowRejected, Transient
 from gpu_runner.request_limits import BatchLimits
 from gpu_runner.rows import Generation
 
@@ -56,6 +56,9 @@ def on_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpu_runner.batch_api.batch_client.FIRST_POLL_SECONDS", 0.01)
     monkeypatch.setattr("gpu_runner.batch_api.batch_client.QUEUE_SECONDS", 0.05)
+    monkeypatch.setattr("gpu_runner.batch_api.patient_calls.FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr("gpu_runner.batch_api.patient_calls.GONE_SECONDS", 0.1)
+    monkeypatch.setattr("gpu_runner.batch_api.patient_calls.LOOK_AFTER_SECONDS", (0.0, 0.05))
 
 
 def client(api: FakeBatchApi, records: Records, limits: BatchLimits = LIMITS, **more: Any) -> BatchClient:
@@ -332,3 +335,260 @@ async def test_tasks_that_no_batch_takes_are_refused() -> None:
         async with engine:
             with pytest.raises(EngineRefused, match="task rerank"):
                 await engine.info()
+
+
+@on_a_loop
+async def test_a_provider_that_writes_states_in_capitals_and_answers_with_a_job_is_understood() -> None:
+    async with fake_batch_api(MODEL, answer=echo, status="COMPLETED") as api, client(api, Records()) as engine:
+        batches = api._batches
+
+        async def answers(request: web.Request, path: list[str]) -> web.StreamResponse:
+            answer = await batches(request, path)
+            assert isinstance(answer, web.Response) and answer.text is not None
+            return web.json_response({"job": json.loads(answer.text), "warning": ""})
+
+        api._batches = answers  # type: ignore[method-assign]
+        assert texts(await ask(engine, 1)) == ["re: question 1"]
+        assert len(api.batches) == 1
+
+
+@on_a_loop
+async def test_no_batch_is_created_before_the_provider_has_read_its_file() -> None:
+    async with fake_batch_api(MODEL, answer=echo) as api, client(api, Records()) as engine:
+        api.file_states = ["pending", "pending", "running"]
+        assert texts(await ask(engine, 1)) == ["re: question 1"]
+
+
+@on_a_loop
+async def test_a_creation_that_was_not_answered_is_found_also_where_the_list_comes_late_or_has_no_metadata() -> None:
+    async with fake_batch_api(MODEL, answer=echo) as api, client(api, Records()) as engine:
+
+        async def created_but_not_said(request: web.Request) -> web.StreamResponse:
+            await api._batches(request, ["batches"])
+            for batch in api.batches.values():
+                batch["metadata"] = None
+            return web.Response(status=504)
+
+        async def not_listed(request: web.Request) -> web.StreamResponse:
+            return web.json_response([])
+
+        api.refusals["batches"] = [created_but_not_said, not_listed]
+        assert texts(await ask(engine, 1)) == ["re: question 1"]
+        assert len(api.batches) == 1
+
+
+@on_a_loop
+async def test_a_batch_and_a_file_that_are_not_there_for_a_moment_cost_no_row_a_second_time() -> None:
+    async with fake_batch_api(MODEL, answer=echo) as api, client(api, Records()) as engine:
+        files = api._files
+        hidden = [status(404)]
+
+        async def later(request: web.Request, path: list[str]) -> web.StreamResponse:
+            return await (hidden.pop()(request) if path[-1] == "content" and hidden else files(request, path))
+
+        api._files = later  # type: ignore[method-assign]
+
+        async def created(request: web.Request) -> web.StreamResponse:
+            api.refusals["batches"] = [status(404, '{"error": {"message": "no such batch"}}')]
+            return await api._batches(request, ["batches"])
+
+        api.refusals["batches"] = [created]
+        assert texts(await ask(engine, 1)) == ["re: question 1"]
+        assert len(api.batches) == 1 and not hidden
+
+
+@on_a_loop
+async def test_a_batch_that_does_not_say_yet_where_its_answers_are_is_looked_at_again() -> None:
+    async with fake_batch_api(MODEL, answer=echo) as api, client(api, Records()) as engine:
+        end = api.end
+
+        def without_file(batch: dict[str, Any]) -> None:
+            end(batch)
+            batch["request_counts"] = {"total": 1, "completed": 1, "failed": 0}
+            batch["status"], batch["output_file_id"], found = "completed", None, batch["output_file_id"]
+            asyncio.get_running_loop().call_later(0.05, batch.update, {"output_file_id": found})
+
+        api.end = without_file  # type: ignore[method-assign]
+        assert texts(await ask(engine, 1)) == ["re: question 1"]
+        assert len(api.batches) == 1
+
+
+@on_a_loop
+async def test_the_answers_of_a_batch_that_failed_half_way_are_taken() -> None:
+    def answer(asked: list[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
+        return [line(asked[0])], []
+
+    async with fake_batch_api(MODEL, answer=answer, status="failed") as api, client(api, Records()) as engine:
+        found = await ask(engine, 1, 2)
+    assert texts(found) == ["an answer", "Transient"]
+
+
+@on_a_loop
+async def test_a_batch_that_is_more_than_the_queue_takes_is_sent_in_parts_and_leaves_no_input_file() -> None:
+    errors = [{"code": "token_limit_exceeded", "message": "enqueued token limit"}]
+    async with (
+        fake_batch_api(MODEL, answer=echo, errors=errors, most_lines=3) as api,
+        client(api, Records()) as engine,
+    ):
+        assert texts(await ask(engine, *range(10))) == [f"re: question {one}" for one in range(10)]
+        await until(lambda: len(api.deleted) == len(api.batches))
+        done = [one for one in api.batches.values() if one["status"] == "completed"]
+        assert sum(len(api.lines(one["input_file_id"])) for one in done) == 10
+        assert api.deleted == {one["input_file_id"] for one in api.batches.values()}
+
+
+@on_a_loop
+async def test_a_queue_that_stays_full_for_a_day_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpu_runner.batch_api.batch_client.QUEUE_SECONDS", 0.0)
+    monkeypatch.setattr("gpu_runner.batch_api.batch_client.FIRST_POLL_SECONDS", 0.0)
+    errors = [{"code": "token_limit_exceeded", "message": "enqueued token limit"}]
+    limits = replace(LIMITS, gather_seconds=0.001, poll_seconds=0.001)
+    async with (
+        fake_batch_api(MODEL, answer=echo, status="failed", errors=errors) as api,
+        client(api, Records(), limits) as engine,
+    ):
+        depths: set[int] = set()
+        end = api.end
+
+        def watched(batch: dict[str, Any]) -> None:
+            depths.add(max(map(chain_of, asyncio.all_tasks())))
+            end(batch)
+
+        api.end = watched  # type: ignore[method-assign]
+        asking = asyncio.create_task(ask(engine, 1))
+        await until(lambda: len(api.batches) >= 30)
+        api.status, api.errors = "completed", []
+        assert texts(await asking) == ["re: question 1"]
+    assert max(depths) < 20, "what waits grows with every refusal"
+
+
+def chain_of(task: asyncio.Task[Any]) -> int:
+    """How many coroutines wait for one another in a task."""
+    found = 0
+    inner: Any = task.get_coro()
+    while inner is not None:
+        found, inner = found + 1, getattr(inner, "cr_await", None)
+    return found
+
+
+@on_a_loop
+async def test_a_provider_that_says_429_for_long_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpu_runner.batch_api.patient_calls.SILENT_SECONDS", 0.1)
+    async with fake_batch_api(MODEL, answer=echo) as api, client(api, Records()) as engine:
+        api.refusals["batches"] = [status(429)] * 12
+        assert texts(await ask(engine, 1)) == ["re: question 1"]
+        assert len(api.batches) == 1
+
+
+@on_a_loop
+async def test_a_batch_that_can_no_longer_be_cancelled_is_taken_as_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = replace(LIMITS, window_seconds=0.1)
+    async with fake_batch_api(MODEL, answer=echo, ends=False) as api, client(api, Records(), limits) as engine:
+        batches = api._batches
+
+        async def finalizing(request: web.Request, path: list[str]) -> web.StreamResponse:
+            if path[-1] == "cancel":
+                api.ends = True
+                return web.json_response({"error": {"message": "cannot cancel"}}, status=409)
+            return await batches(request, path)
+
+        api._batches = finalizing  # type: ignore[method-assign]
+        assert texts(await ask(engine, 1)) == ["re: question 1"]
+
+
+@on_a_loop
+async def test_an_encoded_file_and_a_full_disk_cost_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpu_runner.batch_api.patient_calls.SILENT_SECONDS", 0.05)
+    records = Records()
+    async with fake_batch_api(MODEL, answer=echo) as api:
+        files = api._files
+
+        async def encoded(request: web.Request, path: list[str]) -> web.StreamResponse:
+            answer = await files(request, path)
+            if path[-1] == "content":
+                answer.headers["Content-Encoding"] = "gzip"
+            return answer
+
+        api._files = encoded  # type: ignore[method-assign]
+        async with client(api, records) as engine:
+            (error,) = await ask(engine, 1)
+            assert isinstance(error, EngineLost) and "garbage_body" in f"{error}"
+        api._files = files  # type: ignore[method-assign]
+        async with client(api, records) as engine:
+            engine._folder = engine._folder / "not there"
+            (error,) = await ask(engine, 1)
+            assert isinstance(error, EngineLost) and "cannot be kept" in f"{error}"
+        async with client(api, records) as engine:
+            assert texts(await ask(engine, 1)) == ["re: question 1"]
+        assert len(api.batches) == 1
+
+
+@on_a_loop
+async def test_rows_of_a_batch_that_could_not_be_looked_at_take_its_lines_when_they_are_asked_again() -> None:
+    records = Records()
+    async with fake_batch_api(MODEL, answer=echo, ends=False) as api:
+        async with client(api, records) as killed:
+            waiting = asyncio.create_task(ask(killed, 1, 2))
+            await until(lambda: any(record.batch_id for record in records.all()))
+            waiting.cancel()
+        api.ends = True
+        async with client(api, records) as engine:
+            api.refusals["batches"] = [status(429, '{"error": {"code": "insufficient_quota", "message": "pay"}}')]
+            (error,) = await ask(engine, 1)
+            assert isinstance(error, RequestDenied) and error.of_account
+            assert texts(await ask(engine, 1, 2)) == ["re: question 1", "re: question 2"]
+        assert len(api.batches) == 1
+
+
+@on_a_loop
+async def test_a_client_that_is_withdrawn_while_it_uploads_creates_no_batch() -> None:
+    async with fake_batch_api(MODEL, answer=echo) as api, client(api, Records()) as engine:
+        uploading, go_on = asyncio.Event(), asyncio.Event()
+        files = api._files
+
+        async def slow(request: web.Request, path: list[str]) -> web.StreamResponse:
+            uploading.set()
+            await go_on.wait()
+            return await files(request, path)
+
+        api._files = slow  # type: ignore[method-assign]
+        asking = asyncio.create_task(engine.generate(prompt(1)))
+        await uploading.wait()
+        leaving = asyncio.create_task(engine.withdraw(5))
+        await asyncio.sleep(0)
+        go_on.set()
+        await leaving
+        assert not api.batches and api.deleted == set(api.files)
+        asking.cancel()
+
+
+@on_a_loop
+async def test_a_cancel_that_is_not_answered_is_said_again() -> None:
+    async with (
+        fake_batch_api(MODEL, answer=echo, ends=False, finished=1) as api,
+        client(api, records := Records()) as engine,
+    ):
+        asking = [asyncio.create_task(engine.generate(prompt(one))) for one in range(3)]
+        await until(lambda: any(record.batch_id for record in records.all()))
+        batches, failures = api._batches, [status(503), status(503)]
+
+        async def unwilling(request: web.Request, path: list[str]) -> web.StreamResponse:
+            return await (failures.pop()(request) if path[-1] == "cancel" and failures else batches(request, path))
+
+        api._batches = unwilling  # type: ignore[method-assign]
+        await engine.withdraw(10)
+        assert not failures and api.batches["batch-0"]["status"] == "cancelled"
+        for one in asking:
+            one.cancel()
+
+
+@on_a_loop
+async def test_lines_that_are_refused_for_different_reasons_are_the_rows_own() -> None:
+    def answer(asked: list[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
+        reasons = ["moderation", "this picture cannot be read"]
+        said = [{"error": {"message": reasons[number % 2]}} for number in range(len(asked))]
+        return [], [line(one, body, 400) for one, body in zip(asked, said, strict=True)]
+
+    async with fake_batch_api(MODEL, answer=answer) as api, client(api, Records()) as engine:
+        found = await ask(engine, *range(10))
+    assert {type(one) for one in found} == {RequestDenied}
