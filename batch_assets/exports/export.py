@@ -61,7 +61,7 @@ def export(
         staged = _Staged(source, table, options, folder)
         try:
             for number, lines in staged.groups(record.next_group):
-                part = part or _Part(staged.options, folder, record.parts)
+                part = part or _Part(staged.options, folder, record.parts, staged.lines_of_record)
                 part.add(lines)
                 if part.lines >= options.part_rows or part.files.bytes >= PART_BYTES:
                     record, part = _committed(target, record, part, number + 1), None
@@ -87,6 +87,7 @@ class _Staged:
         self._source, self._table, self._of_table, self._folder = source, table, options, folder
         self.left_out: Counter[str] = Counter()
         self.options = options
+        self.lines_of_record = 1 if options.group_by is None else 2
         if options.group_by is not None:
             self.options = dataclasses.replace(
                 options, columns={name: name for name in ("prompt", "chosen", "rejected")}, where=None
@@ -170,11 +171,13 @@ def _count(left_out: Counter[str], reason: str, rows: int) -> None:
 
 @dataclass
 class _Part:
-    """One part while it is written. `lines`: of the table that were looked at."""
+    """One part while it is written. `lines`: of the table that were looked at. `lines_of_record`: of which one record
+    is made."""
 
     options: ExportOptions
     folder: Path
     number: int
+    lines_of_record: int = 1
     lines: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
 
@@ -208,7 +211,7 @@ class _Part:
             try:
                 record = record_of(line, self.options)
             except LeftOut as reason:
-                _count(self.left_out, str(reason), 1)
+                _count(self.left_out, str(reason), self.lines_of_record)
                 continue
             self.files.of(self._split(line)).write((record,))
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batch_assets.spec.export_options import ExportError, ExportOptions
+from batch_assets.spec.export_options import ExportError, ExportOptions, is_validation
 
 PAIRS_AT_ONCE, BYTES_AT_ONCE = 2000, 24 << 20
 _FETCHED = 100_000
@@ -52,7 +52,14 @@ class RankedPairs:
     def add(self, lines: pa.Table) -> None:
         """Keep what pairs are made of. Raises ExportError for a rank that is no number."""
         options = self._options
-        groups = [_digest(value) for value in lines.column(options.group_by).to_pylist()]
+        values = lines.column(options.group_by).to_pylist()
+        sides = [False] * lines.num_rows  # a pair has both of its lines on one side
+        if options.split_by is not None:
+            split = lines.column(options.split_by).to_pylist()
+            sides = [is_validation(value, options.validation) for value in split]
+        groups = [_digest(value, side) for value, side in zip(values, sides, strict=True)]
+        named = pa.array([value is not None and value == value for value in values], pa.bool_())
+        ranks_of_lines = _numbers(lines.column(options.rank_by), str(options.rank_by))
         others = [*options.kept, *([options.split_by] if options.split_by is not None else [])]
         texts = pa.table(
             {"prompt": lines.column(options.columns["prompt"]), "answer": lines.column(options.columns["completion"])}
@@ -62,7 +69,7 @@ class RankedPairs:
             {
                 _LINE: pa.array(range(self.lines, self.lines + lines.num_rows), pa.int64()),
                 _GROUP: pa.array(groups, pa.binary()),
-                _RANK: _numbers(lines.column(options.rank_by), str(options.rank_by)),
+                _RANK: pc.if_else(named, ranks_of_lines, None),  # lines without a group are in no pair
                 _BYTES: pa.array(sum(_bytes(column) for column in texts.columns), pa.int64()),
             }
         )
@@ -120,9 +127,9 @@ class RankedPairs:
         return pa.Table.from_batches(parts).take(pa.array(np.argsort(order)))
 
 
-def _digest(value: Any) -> bytes:
-    """Of the value of a group, which may be a long text."""
-    return hashlib.blake2b(repr(value).encode(), digest_size=16).digest()
+def _digest(value: Any, side: bool) -> bytes:
+    """Of the value of a group, which may be a long text, and of whether the line is for validation."""
+    return hashlib.blake2b(f"{side:d} {value!r}".encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 def _numbers(column: pa.ChunkedArray, name: str) -> pa.ChunkedArray:

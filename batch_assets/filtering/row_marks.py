@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     import polars as pl
 
 
+REFUSAL = "refusal"  # column of the words in which an engine says that the model refused
+
+
 class Mark(Protocol):
     """A rule that looks at one row at a time."""
 
@@ -80,7 +83,9 @@ def mark_of(rule: RowRule, known: Sequence[str], base: Path) -> Mark | Callable[
         "length": LengthMark,
         "ratio": RatioMark,
         "language": LanguageMark,
-        "refusals": RefusalsMark,
+        "refusals": lambda found: RefusalsMark(
+            found, REFUSAL if found.column == "output" and REFUSAL in known else None
+        ),
         "personal_data": PersonalDataMark,
         "overlap": lambda found: OverlapMark(found, base),
     }

@@ -7,10 +7,10 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from batch_assets.gates.refusals import is_refusal
 from batch_assets.gates.text_features import language_of, words_of
@@ -108,19 +108,22 @@ def _outside(found: pl.Series, low: float | None, high: float | None) -> pl.Seri
 
 @dataclass(frozen=True)
 class RefusalsMark:
-    """Flags texts that begin as a refusal: the same ones that the gate `refused` counts."""
+    """Flags texts that begin as a refusal: the same ones that the gate `refused` counts. `beside`: a column that has
+    the words in which the engine says that the model refused, where there is one."""
 
     rule: RefusalsRule
+    beside: str | None = None
 
     @property
     def columns(self) -> Sequence[str]:
-        return [self.rule.column]
+        return [self.rule.column, *([] if self.beside is None else [self.beside])]
 
     def flagged(self, rows: pl.DataFrame) -> pl.Series:
         import polars as pl
 
         texts = texts_of(rows, self.rule.column).fill_null("")
-        return pl.Series([is_refusal(text, self.rule.also) for text in texts], dtype=pl.Boolean)
+        found = pl.Series([is_refusal(text, self.rule.also) for text in texts], dtype=pl.Boolean)
+        return found if self.beside is None else found | (rows[self.beside].fill_null("") != "")
 
 
 @dataclass(frozen=True)
@@ -223,9 +226,18 @@ def _passages(words: Sequence[str], length: int) -> Iterable[int]:
 def _evaluation_texts(rule: OverlapRule, base: Path) -> Iterable[str]:
     try:
         for block in read_source(SourceSpec(path=rule.files), [rule.text], base):
-            yield from (str(value) for value in block.columns[rule.text] if value is not None)
+            yield from (_text_of(value) for value in block.columns[rule.text] if value is not None)
     except SourceError as error:
         raise BadCondition(str(error)) from None
+
+
+def _text_of(value: Any) -> str:
+    """A text; of messages their contents, of other lists and objects the texts in them."""
+    if isinstance(value, Mapping):
+        value = [value["content"]] if "content" in value else list(value.values())
+    if isinstance(value, list):
+        return "\n".join(_text_of(one) for one in value if one is not None)
+    return str(value)
 
 
 def files_digest(rule: OverlapRule, base: Path) -> str:

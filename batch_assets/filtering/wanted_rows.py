@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from batch_assets.capacity_planning.acceptance import Expected, Round, Stratum, Stretch, next_round, prior_of, rows_for
 from batch_assets.filtering.passed_table import FilterReport, PassedStore, read_report
+from batch_assets.judging.judged_table import judged_store, judged_version
 from batch_assets.publishing.published_table import published_table
 from batch_assets.spec.chain import round_of, wanting
 from batch_assets.spec.models import GeneratedDatasetSpec
@@ -181,12 +182,22 @@ def _report(
             if below.upstream_version != read.version or below.streaming is not None:
                 return None
             manifest = below
-        target = PassedStore(DatasetStore(store.objects, spec.accepted_by))
-        passed = published_table(target)
+        accepts = spec if spec.accepted_by == spec.name else specs[spec.accepted_by]
+        target = PassedStore(DatasetStore(store.objects, accepts.name))
+        passed, newest = published_table(target), _rows_to_filter(accepts, DatasetStore(store.objects, accepts.name))
         report = None if passed is None else read_report(target, passed.version)
     except CorruptObject:
         return None
-    if passed is None or report is None or passed.snapshot != manifest.snapshot:
+    if passed is None or report is None or passed.snapshot != manifest.snapshot or report.table != newest:
         return None
-    rules = specs[spec.accepted_by].rules if spec.accepted_by != spec.name else spec.rules
+    rules = accepts.rules
     return report if rules and report.rules == rules_digest(rules, spec.want) else None
+
+
+def _rows_to_filter(spec: GeneratedDatasetSpec, store: DatasetStore) -> str | None:
+    """Version of the table that the rules of a dataset look at; None: it is not there, or not of the newest votes."""
+    table = published_table(store)
+    if table is None or spec.judge is None:
+        return None if table is None else table.version
+    judged = published_table(judged_store(store))
+    return judged.version if judged and judged.version == judged_version(table.version, spec.judge) else None

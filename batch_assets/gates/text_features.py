@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Collection, Sequence
 from functools import cache
 from typing import Any
@@ -15,7 +16,7 @@ from resources.store.row_condition import BadCondition
 PERMUTATIONS = 128  # of a signature
 _SEED = 1
 # Chinese, Japanese and Korean write no spaces between words: there each character is one.
-_WORDS = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+")
+_CHARACTERS = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 # Of sentences the three likeliest languages have 0.97 to 1 together, of code, lists and numbers 0.05 to 0.55. Three,
 # because close ones share a text: Croatian, Bosnian and Serbian.
 _LIKELIEST, _TOLD, _NOT_EXCLUDED = 3, 0.7, 0.05
@@ -23,8 +24,17 @@ _NO_LANGUAGE = "zxx"
 
 
 def words_of(text: str) -> list[str]:
-    """Words in lower case, without signs."""
-    return _WORDS.findall(text.lower())
+    """Words in lower case, without signs; the same ones whatever the form of Unicode (NFKC)."""
+    found: list[str] = _words().findall(unicodedata.normalize("NFKC", text).lower())
+    return found
+
+
+@cache
+def _words() -> re.Pattern[str]:
+    """Vowel signs and accents that are characters of their own, as in Hindi, Thai and Arabic, do not end a word."""
+    marks = "".join(sign for sign in map(chr, range(0x300, 0x3040)) if unicodedata.category(sign).startswith("M"))
+    letters = rf"[^\W{_CHARACTERS}]"
+    return re.compile(rf"[{_CHARACTERS}]|{letters}+(?:[{marks}]+{letters}*)*")
 
 
 def runs_of(words: Sequence[str], length: int) -> list[str]:

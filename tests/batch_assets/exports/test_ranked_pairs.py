@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import random
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
@@ -25,16 +27,26 @@ from resources.store.dataset_store import DatasetStore
 
 
 def ranked(
-    objects: Objects, tmp_path: Path, ranks: list[tuple[str, Any]], dead: tuple[str, ...] = ()
+    objects: Objects,
+    tmp_path: Path,
+    ranks: Sequence[tuple[Any, Any]],
+    dead: tuple[str, ...] = (),
+    *,
+    documents: Sequence[str] = (),
+    said: Mapping[int, str] = MappingProxyType({}),
 ) -> PublishedTable:
-    """A table of one line for each (group, rank)."""
+    """A table of one line for each (group, rank); `documents`: a column of each; `said`: other answers, by line."""
     rows = [
-        SourceRow(f"id-{number:06d}", f"What of {group}?", {"asked": group, "score": score})
+        SourceRow(
+            f"id-{number:06d}",
+            f"What of {group}?",
+            {"asked": group, "score": score} | ({"document": documents[number]} if documents else {}),
+        )
         for number, (group, score) in enumerate(ranks)
     ]
     store = DatasetStore(objects, "sums")
     manifest = write_snapshot(store, rows)
-    commit(store, manifest, dead=dead, answer=lambda row, number: f"answer {number}")
+    commit(store, manifest, dead=dead, answer=lambda row, number: said.get(number, f"answer {number}"))
     return publish(store, manifest, card=Card(), now=0.0, workdir=tmp_path, part_rows=50)
 
 
@@ -139,3 +151,38 @@ def test_pairs_of_large_answers_are_fetched_few_at_a_time(tmp_path: Path, monkey
     assert max(table.nbytes for _, table in tables) < 2 << 20 and len(tables) < found.pairs
     again = ranked_pairs.RankedPairs(options, tmp_path / "none")
     assert list(again.tables()) == [] and again.pairs == 0
+
+
+def test_rows_without_a_group_are_in_no_pair(local_objects: Objects, tmp_path: Path) -> None:
+    ranks: list[tuple[Any, Any]] = [("a", 1.0), (None, 1.0), ("a", 2.0), (None, 5.0)]
+    table = ranked(local_objects, tmp_path, ranks)
+    record, lines = pairs(local_objects, table, tmp_path / "export")
+    assert [answers(line) for line in lines] == [("answer 2", "answer 0")]
+    assert record.left_out == {"unpaired": 2}
+
+
+def test_a_pair_has_both_of_its_answers_on_one_side(local_objects: Objects, tmp_path: Path) -> None:
+    ranks = [(f"q{number % 8}", float(number)) for number in range(64)]
+    documents = {f"answer {number}": f"doc {number % 11}" for number in range(64)}
+    table = ranked(local_objects, tmp_path, ranks, documents=list(documents.values()))
+    record, lines = pairs(local_objects, table, tmp_path / "export", validation=0.4, split_by="document")
+    train, validation = (
+        {
+            documents[answer]
+            for file in record.files
+            if file.name.startswith(side)
+            for line in (tmp_path / "export" / file.name).read_text().splitlines()
+            for answer in answers(json.loads(line))
+        }
+        for side in ("train", "validation")
+    )
+    assert train and validation and not train & validation
+    assert len(lines) > 8  # a group that lies on both sides has a pair on each
+
+
+def test_what_is_left_out_of_pairs_is_counted_in_lines(local_objects: Objects, tmp_path: Path) -> None:
+    ranks: list[tuple[str, Any]] = [("a", 1.0), ("a", 2.0), ("b", 1.0), ("b", 2.0), ("b", 3.0)]
+    table = ranked(local_objects, tmp_path, ranks, said={0: "the same", 1: "the same"})
+    record, lines = pairs(local_objects, table, tmp_path / "export")
+    assert record.left_out == {"equal": 2, "unpaired": 1} and len(lines) == 1
+    assert 2 * record.rows["train"] + sum(record.left_out.values()) == record.lines == table.rows

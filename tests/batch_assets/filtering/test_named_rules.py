@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from support.snapshots import SourceRow, commit, write_snapshot
 from batch_assets.asset_metadata.materialization import passed_metadata
 from batch_assets.filtering.passed_table import FilterReport, PassedStore, filtered, is_current
 from batch_assets.filtering.repeated_rows import PERMUTATIONS, band_length
+from batch_assets.filtering.row_marks import mark_of
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.publish import publish
 from batch_assets.publishing.published_table import published_table
@@ -177,6 +179,40 @@ def test_rows_with_a_passage_of_an_evaluation_are_flagged_and_a_changed_file_mak
     file.unlink()
     with pytest.raises(BadCondition, match=r"filter\.it: .*evaluation\.jsonl"):
         apply(store, tmp_path, it=rule)
+
+
+def test_passages_and_similar_texts_are_found_in_every_form_of_unicode(local_objects: Objects, tmp_path: Path) -> None:
+    question = "Où était le café où François a passé l’été de mille neuf cent"
+    assert unicodedata.normalize("NFD", question) != question
+    (tmp_path / "evaluation.jsonl").write_text(json.dumps({"q": unicodedata.normalize("NFD", question)}))
+    rule = {"overlap": {"column": "output", "files": "evaluation.jsonl", "text": "q"}}
+    texts = [question, unicodedata.normalize("NFD", question), "Quelque chose de tout autre que cela"]
+    store = published(local_objects, tmp_path, texts)
+    assert apply(store, tmp_path, it=rule)[0] == [["it"], ["it"], []]
+    assert apply(store, tmp_path, it={"near_duplicates": {"column": "output"}})[0] == [[], ["it"], []]
+
+
+def test_texts_within_messages_of_an_evaluation_count_as_they_are(local_objects: Objects, tmp_path: Path) -> None:
+    said = [{"role": "user", "content": "Name the capital\ncity of Peru"}, {"role": "assistant", "content": None}]
+    (tmp_path / "evaluation.jsonl").write_text(json.dumps({"q": said}))
+    rule = {"overlap": {"column": "output", "files": "evaluation.jsonl", "text": "q"}}
+    assert flagged(local_objects, tmp_path, ["Name the capital city of Peru!", "user content"], **rule) == [
+        "Name the capital city of Peru!"
+    ]
+
+
+def test_a_vowel_sign_does_not_end_a_word(local_objects: Objects, tmp_path: Path) -> None:
+    rule = {"length": {"column": "output", "unit": "words", "min": 3, "max": 3}}
+    texts = ["हिन्दी में लिखो", "كِتَابٌ جَدِيدٌ هُنا", "நான் தமிழ் பேசுகிறேன்", "e\u0301te\u0301 a b"]
+    assert flagged(local_objects, tmp_path, [*texts, "two words"], **rule) == ["two words"]
+
+
+def test_a_refusal_that_the_engine_tells_apart_is_flagged() -> None:
+    rule = RowRule.model_validate({"refusals": {"column": "output"}})
+    mark = mark_of(rule, ["row_id", "output", "refusal"], Path())
+    assert not callable(mark) and list(mark.columns) == ["output", "refusal"]
+    rows = pl.DataFrame({"output": ["", "Yes.", ""], "refusal": ["I will not.", None, ""]})
+    assert mark.flagged(rows).to_list() == [True, False, False]
 
 
 @pytest.mark.parametrize(
