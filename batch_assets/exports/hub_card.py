@@ -23,7 +23,9 @@ _LONGEST = 20_000  # letters of a template
 @dataclass(frozen=True, slots=True)
 class CardFacts:
     """What is said of a dataset beside its export. `templates`: role and text of each message, as declared; of a
-    dataset that no file declares none. `figures`: of the asset checks.
+    dataset that no file declares none. `figures`: of the asset checks of the dataset's own table. `made_of`: name of
+    the dataset, where the rows are made of that table. `judged`: name of the dataset whose rows were judged by this
+    one; "" where it judges none.
     """
 
     table: PublishedTable
@@ -34,6 +36,8 @@ class CardFacts:
     description: str = ""
     owners: Sequence[str] = ()
     tags: Sequence[str] = ()
+    made_of: str | None = None
+    judged: str = ""
 
 
 def hub_card(record: ExportRecord, facts: CardFacts, *, folder: str) -> str:
@@ -45,9 +49,11 @@ def hub_card(record: ExportRecord, facts: CardFacts, *, folder: str) -> str:
         parts.append(facts.description.strip())
     parts += [_facts(record, facts), _rows(record)]
     if facts.figures:
-        parts.append("## Checks\n\n" + _figures(facts.figures))
+        said = f"Of the table of `{facts.made_of}`, of which these rows are made.\n\n" if facts.made_of else ""
+        parts.append(f"## Checks\n\n{said}{_figures(facts.figures)}")
     if facts.templates:
-        parts.append("## Prompt\n\n" + "\n\n".join(_template(role, text) for role, text in facts.templates))
+        heading = "## Prompt of the judge" if facts.judged else "## Prompt"
+        parts += [heading, *(_template(role, text) for role, text in facts.templates)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -74,17 +80,20 @@ def _front_matter(record: ExportRecord, facts: CardFacts, folder: str) -> str:
 def _facts(record: ExportRecord, facts: CardFacts) -> str:
     table, settings = facts.table, facts.generation
     models = [source.model for source in table.sources if source.model not in (None, settings.model)]
+    of_votes, what = (" of the votes", "vote") if facts.judged else ("", "completion")
+    unpriced = f"; {table.unpriced:,} rows without a known price" if table.unpriced else ""
     options = {name: value for name, value in record.options.items() if value not in (None, [], {}, 0.0)}
     said = {
         "owners": ", ".join(facts.owners) or "not named",
         "version of the table": record.version,
         "published": datetime.fromtimestamp(table.created_at, UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "task, model": f"{settings.task}, {settings.model}",
+        **({"prompts, outputs": f"those of the dataset {facts.judged}"} if facts.judged else {}),
+        "judged by" if facts.judged else "task, model": f"{settings.task}, {settings.model}",
         **({"answered by": ", ".join(dict.fromkeys(filter(None, models)))} if models else {}),
         "sampling": json.dumps(dict(settings.sampling), ensure_ascii=False),
-        "rows of the table": f"{table.rows:,}: {table.ok:,} with a completion, {table.dead:,} without",
-        "tokens": f"{table.prompt_tokens:,} prompt, {table.completion_tokens:,} completion",
-        "cost": dollars(table.usd) + (f"; {table.unpriced:,} rows without a known price" if table.unpriced else ""),
+        "rows of the table": f"{table.rows:,}: {table.ok:,} with a {what}, {table.dead:,} without",
+        f"tokens{of_votes}": f"{table.prompt_tokens:,} prompt, {table.completion_tokens:,} completion",
+        f"cost{of_votes}": dollars(table.usd) + unpriced,
         "export": json.dumps(options, ensure_ascii=False, sort_keys=True),
     }
     return markdown_table(("", ""), said.items())

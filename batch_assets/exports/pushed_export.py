@@ -53,7 +53,15 @@ def push_export(
     if table is None:
         raise CorruptObject(f"{record.dataset}: expected version {record.version}, found none; {store.mended_by_run}")
     manifest = store.manifest(table.snapshot)
-    facts = CardFacts(table, manifest.settings(), _checked(store, table, files, spec), *_declared(spec))
+    judge = spec if spec is not None and spec.judge is not None and part else None
+    facts = CardFacts(
+        table,
+        manifest.settings(),
+        _checked(store, table, files, spec),
+        *_declared(spec),
+        made_of=store.dataset if part else None,
+        judged="" if judge is None else judge.source.dataset or "",
+    )
     with temporary_folder() as folder:
         pushed = pushed_by(files, record, hub_card(record, facts, folder=FOLDER), to, folder=folder)
     found = PushRecord(repo=pushed.repo, branch=pushed.branch, commit=pushed.commit)

@@ -98,6 +98,7 @@ def _answer(line: Line, options: ExportOptions, field: str) -> str:
         text = str(text)
     if text is not None and not options.reasoning:
         text = _THINKING.sub("", text)
+        text = "" if text.lstrip().startswith("<think>") else text  # it was cut before there was an answer
     if text is None or not text.strip():
         raise LeftOut("empty")
     begun = _begun(_value(line, options, "prompt"))

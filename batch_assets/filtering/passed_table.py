@@ -279,7 +279,10 @@ def _flag_surplus(
     if want.per is not None:
         strata, first = {}, 0
         for rows in _tables(store, table, [want.per]):
-            for value in rows.column(0).to_pylist():
+            values = rows.column(0)
+            if values.type == pa.timestamp("ns", getattr(values.type, "tz", None)):
+                values = values.cast(pa.string())  # as a source has them: Python's datetime ends at microseconds
+            for value in values.to_pylist():
                 codes[first] = strata.setdefault(stratum_of(value), len(strata))
                 first += 1
     parts = np.split(np.argsort(codes, kind="stable"), np.cumsum(np.bincount(codes, minlength=len(strata)))[:-1])

@@ -303,6 +303,11 @@ class QualityGates:
         not know. For any thread; rows that were noted long ago are left out."""
         return self._counts.of([one.row_id for one in outcomes])
 
+    @property
+    def phrases(self) -> Sequence[str]:
+        """With which a refusal begins, besides those that are known."""
+        return self._bounds.phrases
+
     def _repeats(self, text: str) -> bool:
         if len(text) < LONG_TEXT:
             return False
@@ -344,15 +349,27 @@ class _Rules:
         rows, self._waiting = self._waiting, []
         columns, found = self._columns(rows), []
         for name, gate in self._gates.items():
-            try:
-                marks = self._rules[name].marks(columns)
-            except BadCondition:  # of these rows: a value that no function of the rule takes
-                continue
-            for row, marked in zip(rows, marks, strict=True):
+            for row, marked in zip(rows, self._marks(name, columns), strict=True):
+                if marked is None:
+                    continue
                 self._counts.add(name, row.row_id, marked)
                 if (trip := gate.add(row.row_id, marked)) is not None:
                     found.append(trip)
         return found
+
+    def _marks(self, name: str, columns: Mapping[str, list[Any]]) -> Sequence[bool | None]:
+        """For each row whether it meets the condition; None of one with a value that no function of the rule takes."""
+        rule = self._rules[name]
+        try:
+            return rule.marks(columns)
+        except BadCondition:
+            found: list[bool | None] = []
+            for place in range(len(columns["row_id"])):
+                try:
+                    found += rule.marks({column: values[place : place + 1] for column, values in columns.items()})
+                except BadCondition:
+                    found.append(None)
+            return found
 
     def _columns(self, rows: Sequence[Outcome]) -> dict[str, list[Any]]:
         columns = {name: [getattr(row, name) for row in rows] for name in RULE_COLUMNS}
@@ -369,9 +386,10 @@ class _Rules:
             return None
 
 
-def marked_rows(outcomes: Sequence[Outcome]) -> dict[str, int]:
-    """How many of these rows are bad, by the names of the gates that need no memory; those without any are left out."""
-    marks: Mapping[str, Mark] = {"empty": _is_empty, "cut": _is_cut, "refused": _refusing(())}
+def marked_rows(outcomes: Sequence[Outcome], phrases: Sequence[str] = ()) -> dict[str, int]:
+    """How many of these rows are bad, by the names of the gates that need no memory; those without any are left out.
+    `phrases`: with which a refusal begins, besides those that are known."""
+    marks: Mapping[str, Mark] = {"empty": _is_empty, "cut": _is_cut, "refused": _refusing(phrases)}
     found = {name: sum(bool(mark(one)) for one in outcomes) for name, mark in marks.items()}
     return {name: count for name, count in found.items() if count}
 

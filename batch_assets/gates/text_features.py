@@ -31,8 +31,11 @@ def words_of(text: str) -> list[str]:
 
 @cache
 def _words() -> re.Pattern[str]:
-    """Vowel signs and accents that are characters of their own, as in Hindi, Thai and Arabic, do not end a word."""
-    marks = "".join(sign for sign in map(chr, range(0x300, 0x3040)) if unicodedata.category(sign).startswith("M"))
+    """Vowel signs and accents that are characters of their own, as in Hindi, Tamil and Arabic, do not end a word. In
+    Thai, Lao, Burmese and Khmer, which write no spaces between words, they do: else a sentence would be one word."""
+    unspaced = {*range(0xE00, 0xF00), *range(0x1000, 0x10A0), *range(0x1780, 0x1800)}
+    signs = (chr(code) for code in range(0x300, 0x3040) if code not in unspaced)
+    marks = "".join(sign for sign in signs if unicodedata.category(sign).startswith("M"))
     letters = rf"[^\W{_CHARACTERS}]"
     return re.compile(rf"[{_CHARACTERS}]|{letters}+(?:[{marks}]+{letters}*)*")
 

@@ -209,7 +209,7 @@ class RangeJob:
             run_id=self.identity.run_id,
             root_run_id=self.identity.intent.root_run_id,
             reused=self.reused.get(key, 0),
-            marked=marked_rows(outcomes) | marked,
+            marked=marked_rows(outcomes, () if self._gates is None else self._gates.phrases) | marked,
             looked_at=looked_at,
             mean_score=mean_score(outcomes, self._scores),
         )

@@ -207,12 +207,6 @@ def _has_seed(spec: GeneratedDatasetSpec) -> bool:
     return spec.generation().sampling.get("seed") is not None
 
 
-def rows_to_ask(spec: GeneratedDatasetSpec, store: DatasetStore, *, workdir: Path, base: Path) -> int | None:
-    """Rows that a refresh would find new or changed, as `changed_rows` counts them."""
-    counts = changed_rows(spec, store, workdir=workdir, base=base)
-    return None if counts is None else counts.rows - counts.unchanged
-
-
 def changed_rows(spec: GeneratedDatasetSpec, store: DatasetStore, *, workdir: Path, base: Path) -> Counts | None:
     """What a refresh would do to the rows: the file of the dataset and its source as they are now, held against the
     current snapshot. None before the first snapshot.

@@ -40,6 +40,11 @@ class Counts:
     unchanged: int
     previous: bool
 
+    @property
+    def to_ask(self) -> int:
+        """Rows that are new or changed."""
+        return self.rows - self.unchanged
+
 
 def open_database(file: Path) -> duckdb.DuckDBPyConnection:
     """A DuckDB database in a file of its own, which spills beside it and never fetches an extension."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,9 +64,17 @@ class WantedRows(BaseModel):
 
 
 def stratum_of(value: Any) -> str:
-    """The stratum of a value of `per`: the same for a value of a source and of a table."""
-    whole = isinstance(value, float) and value.is_integer()
-    return str(int(value) if whole else value)
+    """The stratum of a value of `per`: the same for a value of a source and of a table, where objects have all keys
+    that there are."""
+    return str(_as_in_both(value))
+
+
+def _as_in_both(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _as_in_both(value[key]) for key in sorted(value) if value[key] is not None}
+    if isinstance(value, list):
+        return [_as_in_both(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 class SnapshotManifest(Sealed):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from batch_assets.orchestration.source_place import at_its_place
 from batch_assets.request_status.dataset_status import Observer
-from batch_assets.snapshot.builder import rows_to_ask
+from batch_assets.snapshot.builder import changed_rows
 from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.models import GeneratedDatasetSpec
 from resources.objects.opening import temporary_folder
@@ -15,9 +15,11 @@ from resources.objects.opening import temporary_folder
 
 @dataclass(frozen=True, slots=True)
 class DeclaredChanges:
-    """`rows` that are new, or whose request is not that of the snapshot. `problem`: why that cannot be told."""
+    """`rows` that are new, or whose request is not that of the snapshot; `removed`: rows of it that the source does not
+    have any more. `problem`: why that cannot be told."""
 
     rows: int = 0
+    removed: int = 0
     problem: str = ""
 
     @classmethod
@@ -26,7 +28,11 @@ class DeclaredChanges:
         try:
             spec = at_its_place(spec, seen.instance, seen.store.objects)
             with temporary_folder() as workdir:
-                return cls(rows_to_ask(spec, seen.store, workdir=workdir, base=folder) or 0)
+                counts = changed_rows(spec, seen.store, workdir=workdir, base=folder)
+            if counts is None:
+                return cls()
+            # Without ids a changed row is another one: the former counts as removed.
+            return cls(counts.to_ask, counts.removed if spec.has_ids else max(0, counts.removed - counts.added))
         except SourceError as error:
             return cls(problem=str(error))
 
@@ -34,8 +40,12 @@ class DeclaredChanges:
         """For people; none where nothing has changed."""
         if self.problem:
             return [f"{dataset}: its source cannot be compared with the snapshot: {self.problem}"]
-        if not self.rows:
-            return []
-        rows = "1 row is" if self.rows == 1 else f"{self.rows:,} rows are"
-        todo = f"`batch-assets run {dataset}` would ask for them"
-        return [f"{dataset}: {rows} new, or changed in the file or its source since the snapshot: {todo}"]
+        lines, run = [], f"`batch-assets run {dataset}` would"
+        if self.rows:
+            rows = "1 row is" if self.rows == 1 else f"{self.rows:,} rows are"
+            since = "new, or changed in the file or its source since the snapshot"
+            lines.append(f"{dataset}: {rows} {since}: {run} ask for them")
+        if self.removed:
+            rows = "1 row is" if self.removed == 1 else f"{self.removed:,} rows are"
+            lines.append(f"{dataset}: {rows} in the table and no longer in its source: {run} remove them")
+        return lines

@@ -112,6 +112,7 @@ def _print(record: ExportRecord, to: str, pushed: Pushed | None, as_json: bool) 
 def _lines(record: ExportRecord, to: str) -> list[str]:
     rows = sum(record.rows.values())
     split = f", {record.rows[VALIDATION]:,} of them for validation" if record.rows.get(VALIDATION) else ""
-    lines = [f"{record.dataset}: {rows:,} of {record.lines:,} rows exported{split} (version {record.version})"]
+    made = f"{rows:,} pairs of" if "group_by" in record.options else f"{rows:,} of"
+    lines = [f"{record.dataset}: {made} {record.lines:,} rows exported{split} (version {record.version})"]
     lines += [f"  {count:,} left out: they {_WHY.get(reason, reason)}" for reason, count in record.left_out.items()]
     return [*lines, f"files: {to}"]

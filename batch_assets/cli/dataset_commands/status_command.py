@@ -69,7 +69,9 @@ def show_status(
             if as_json:
                 found = [status.as_json() | {"upstream": upstream.get(status.dataset)} for status in statuses]
                 if alone:
-                    found[0]["rows_changed"] = None if changed.problem or watch else changed.rows
+                    unknown = bool(changed.problem) or watch
+                    found[0]["rows_changed"] = None if unknown else changed.rows
+                    found[0]["rows_removed"] = None if unknown else changed.removed
                 print_json(found[0] if alone else {"datasets": found, "broken": [one.as_json() for one in broken]})
             else:
                 table = status_table(statuses, dagster_runs=_dagster_runs(seen), now=time.time(), depths=tree)

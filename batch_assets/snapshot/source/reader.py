@@ -87,12 +87,13 @@ def _files(
 def refuse_deleted_version(source: SourceSpec, base: Path) -> None:
     """Raise SourceError where the version of a dataset's table was deleted before all of its files had been listed: its
     manifest goes first."""
-    if source.path is None or f"/{source.dataset}/published/" not in source.path:  # rows may be handed over otherwise
+    table = "/".join(filter(None, (source.dataset, source.part)))
+    if source.path is None or f"/{table}/published/" not in source.path:  # rows may be handed over otherwise
         return
     try:
         find_files(f"{source.path.rpartition('/')[0]}/manifest.json", base)
     except SourceError as error:
-        said = f"source.dataset: version {source.table_version} of {source.dataset} was deleted while it was read"
+        said = f"source.dataset: version {source.table_version} of {table} was deleted while it was read"
         raise SourceError(f"{said}, as two newer ones were published; run again") from error
 
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,13 @@ from batch_assets.asset_metadata.materialization import export_metadata
 from batch_assets.cli.main import app
 from batch_assets.exports import hub_push
 from batch_assets.exports.declared_export import WrittenExport, export_declared, is_exported
+from batch_assets.exports.hub_card import CardFacts, hub_card
 from batch_assets.exports.hub_push import Pushed, push
+from batch_assets.exports.record import ExportRecord
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.publish import publish
-from batch_assets.publishing.published_table import published_table
+from batch_assets.publishing.published_table import PublishedTable, published_table
+from batch_assets.publishing.quality import CheckFigure
 from batch_assets.spec.errors import SpecError
 from batch_assets.spec.export_options import ExportError
 from batch_assets.spec.exports import ExportSpec, PushSpec
@@ -110,6 +114,25 @@ def test_a_push_is_one_commit_with_the_files_and_their_card(
     told = export_metadata(found)
     assert (told["hub_repo"], told["hub_commit"]) == (REPO, hub.repositories[REPO].branches["main"][-1][0])
     assert sorted(pushed_of(found).sent) == sorted(ours)
+
+
+def test_the_card_of_judged_rows_says_who_judged_and_of_which_table_its_figures_are() -> None:
+    own = {"name": "scores", "judge": {"dataset": "answers", "rubric": "Short."}, "model": "judge-model"}
+    spec = load_spec(own | {"keep_columns": ["topic"]}, "defs.yaml")
+    table = PublishedTable.model_construct(
+        **dict.fromkeys(PublishedTable.model_fields, 0) | {"sources": [], "usd": 1.5, "simulated": False}
+    )
+    figure = CheckFigure("dead_letter_rate", True, 0.5, None, "", "error")
+    facts = CardFacts(table, spec.generation(), [figure], [("user", "Judge it.")])
+    record = ExportRecord(dataset="scores/judged", version="v", options={})
+    judged = hub_card(record, replace(facts, made_of="scores", judged="answers"), folder="data")
+    assert "| judged by | chat, judge-model |" in judged and "those of the dataset answers" in judged
+    assert "task, model" not in judged and "## Prompt of the judge" in judged and "cost of the votes" in judged
+    assert "Of the table of `scores`, of which these rows are made." in judged
+    plain = hub_card(record, facts, folder="data")
+    assert (
+        "| task, model | chat, judge-model |" in plain and "judge it" in plain.lower() and "Of the table" not in plain
+    )
 
 
 def test_what_is_pushed_is_read_back_the_same(local_objects: Objects, tmp_path: Path, hub: LocalHub) -> None:

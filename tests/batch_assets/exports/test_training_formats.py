@@ -147,6 +147,13 @@ def test_a_field_may_be_the_element_of_a_list_that_another_column_names() -> Non
     assert record_of({**line, "answers[best]": "Odd."}, odd) == {**pair, "chosen": "Odd."}
 
 
+def test_thinking_that_was_cut_is_no_answer() -> None:
+    cut = {**LINE, "output": " <think>\nLet me see"}
+    with pytest.raises(LeftOut, match="empty"):
+        made("messages", cut)
+    assert made("messages", cut, reasoning=True)["messages"][-1]["content"] == cut["output"]
+
+
 def test_system_messages_reasoning_and_columns_that_are_carried_along() -> None:
     assert made("messages", system=False)["messages"][0]["role"] == "user"
     assert made("messages", kept=["topic", "row_id"])["topic"] == "tea"

@@ -18,6 +18,7 @@ from batch_assets.asset_metadata.materialization import passed_metadata
 from batch_assets.filtering.passed_table import FilterReport, PassedStore, filtered, is_current
 from batch_assets.filtering.repeated_rows import PERMUTATIONS, band_length
 from batch_assets.filtering.row_marks import mark_of
+from batch_assets.gates.text_features import words_of
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.publish import publish
 from batch_assets.publishing.published_table import published_table
@@ -205,6 +206,7 @@ def test_a_vowel_sign_does_not_end_a_word(local_objects: Objects, tmp_path: Path
     rule = {"length": {"column": "output", "unit": "words", "min": 3, "max": 3}}
     texts = ["हिन्दी में लिखो", "كِتَابٌ جَدِيدٌ هُنا", "நான் தமிழ் பேசுகிறேன்", "e\u0301te\u0301 a b"]
     assert flagged(local_objects, tmp_path, [*texts, "two words"], **rule) == ["two words"]
+    assert len(words_of("\u0e2a\u0e27\u0e31\u0e2a\u0e14\u0e35\u0e04\u0e23\u0e31\u0e1a")) > 1  # a script without spaces
 
 
 def test_a_refusal_that_the_engine_tells_apart_is_flagged() -> None:

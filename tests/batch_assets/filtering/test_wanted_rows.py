@@ -141,6 +141,20 @@ def test_rows_are_wanted_of_each_value_of_a_column(rounds: Rounds) -> None:
     assert len(made) <= 6 and made[-1] < 1000  # of 4,000
 
 
+@pytest.mark.parametrize("kind", ["objects", "moments"])
+def test_a_stratum_has_one_name_in_the_source_and_in_the_table(rounds: Rounds, kind: str) -> None:
+    topics: list[Any] = [{"a": 1}, {"b": 2.5, "a": 2.0}]
+    spec = declared(want={"rows": 20, "per": "topic"})
+    rounds.write(2000, lambda n: n % 3 == 0, lambda n: topics[n % 2])
+    if kind == "moments":
+        spec = declared(want={"rows": 20, "per": "topic"}, source={"path": "rows.parquet"})
+        lines = pl.read_ndjson(rounds.folder / "rows.jsonl").with_row_index("n")
+        moments = pl.datetime(2026, 1, 1, pl.col("n") % 2, time_unit="ns")
+        lines.with_columns(topic=moments).write_parquet(rounds.folder / "rows.parquet")
+    made, found = rounds.until_done(spec)
+    assert found.said() == "" and len(rounds.passed()) == 40 and made[-1] < 200
+
+
 def test_where_the_source_ends_too_few_rows_are_said_and_new_ones_are_asked_later(rounds: Rounds) -> None:
     rounds.write(90, lambda n: n % 3 == 0)
     spec = declared()

@@ -293,6 +293,15 @@ def test_rules_look_at_the_outcome_and_at_the_fields_of_its_json() -> None:
     assert "meet its condition" in found[0][1].describe() and "score" not in found[0][1].describe()
 
 
+def test_a_value_that_a_rule_cannot_take_hides_no_other_row_from_it() -> None:
+    rules = (Rule("low", "CAST(output AS BIGINT) < 3", 0.2),)
+    gates = QualityGates(GateBounds(rules=rules))
+    rows = [row(number, "none" if number % 50 == 0 else "1") for number in range(640)]
+    assert [trip.gate for _, trip in trips(gates, rows)] == ["low"]
+    marked, looked_at = gates.counted(rows)
+    assert marked == looked_at == {"low": 640 - 13}
+
+
 def test_a_rule_that_cannot_be_evaluated_is_refused_at_once() -> None:
     with pytest.raises(BadCondition, match="no column is called 'scroe'"):
         QualityGates(GateBounds(rules=(Rule("low", "scroe < 3", 0.2),)), json_schema=SCHEMA)
@@ -346,3 +355,4 @@ def test_bad_rows_of_a_batch_are_counted_by_their_gates() -> None:
     rows = [*refused, row(3, "", "length"), row(4, None), row(5)]
     assert marked_rows(rows) == {"empty": 2, "cut": 1, "refused": 2}
     assert marked_rows([row(1), row(2)]) == {}
+    assert marked_rows([row(1, "No comment."), row(2)], ["no comment"]) == {"refused": 1}

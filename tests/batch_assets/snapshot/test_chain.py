@@ -21,16 +21,18 @@ from support.snapshots import commit
 from batch_assets.capacity_planning.preview_rows import first_rows
 from batch_assets.capacity_planning.workload_estimate import work_of_source
 from batch_assets.component import dataset_definitions, spec_version
+from batch_assets.filtering.passed_table import filtered
 from batch_assets.orchestration.source_place import at_its_place
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.publish import publish
 from batch_assets.snapshot import grouping, row_index
-from batch_assets.snapshot.builder import build_snapshot, rows_to_ask
+from batch_assets.snapshot.builder import build_snapshot, changed_rows
 from batch_assets.snapshot.grouping import rows_of
 from batch_assets.snapshot.source.derived import MAX_ELEMENTS
 from batch_assets.snapshot.source.errors import SourceError, Unseen
 from batch_assets.spec.errors import SpecError
 from batch_assets.spec.models import GeneratedDatasetSpec, load_spec
+from batch_assets.spec.row_rules import RowRule
 from gpu_runner.rows import Row
 from resources.objects.opening import Objects
 from resources.store.dataset_store import DatasetStore, SnapshotManifest
@@ -186,13 +188,18 @@ def test_bad_rows_of_another_version_of_the_same_table_make_no_other_snapshot(ch
     assert again.snapshot == first.snapshot and again.upstream_version != first.upstream_version
 
 
-def test_a_version_that_is_deleted_while_it_is_listed_is_an_error_and_no_smaller_table(chain: Chain) -> None:
+@pytest.mark.parametrize("part", ["", "/passed"])
+def test_a_version_that_is_deleted_while_it_is_listed_is_an_error_and_no_smaller_table(chain: Chain, part: str) -> None:
     chain.refresh(TOPICS)
-    placed = chain.placed(QUESTIONS)
-    version = DatasetStore(chain.objects, "topics").current_published()
-    chain.objects.delete([f"topics/published/{version}/manifest.json"])  # the first that goes
+    rules = {"whole": RowRule(where="finish_reason = 'stop'", remove=True)}
+    filtered(DatasetStore(chain.objects, "topics"), rules, base=chain.folder, now=1.0, workdir=chain.folder)
+    source = {**QUESTIONS["source"], "passed": bool(part)}  # type: ignore[dict-item]
+    placed = chain.placed(QUESTIONS | {"source": source})
+    version = DatasetStore(chain.objects, f"topics{part}").current_published()
+    chain.objects.delete([f"topics{part}/published/{version}/manifest.json"])  # the first that goes
     store = DatasetStore(chain.objects, "questions")
-    with pytest.raises(SourceError, match=f"version {version} of topics was deleted while it was read.*run again"):
+    said = f"version {version} of topics{part} was deleted while it was read.*run again"
+    with pytest.raises(SourceError, match=said):
         build_snapshot(placed, store, now=1.0, workdir=chain.folder / "w", base=chain.folder)
     assert store.current_snapshot() is None
 
@@ -257,7 +264,8 @@ def test_preview_and_plan_see_the_rows_that_a_snapshot_has(chain: Chain) -> None
     changed = at_its_place(changed, chain.instance, chain.objects)
     work = chain.folder / "w"
     work.mkdir()
-    assert rows_to_ask(changed, store, workdir=work, base=chain.folder) == 3
+    counts = changed_rows(changed, store, workdir=work, base=chain.folder)
+    assert counts is not None and counts.to_ask == 3
 
 
 def test_what_was_never_published_or_is_damaged_is_one_sentence(chain: Chain) -> None:

@@ -22,7 +22,7 @@ from batch_assets.publishing.publish import publish
 from batch_assets.publishing.published_table import table_batches
 from batch_assets.publishing.quality import Thresholds, quality
 from batch_assets.publishing.verify import verify
-from batch_assets.snapshot.builder import build_snapshot, rows_to_ask
+from batch_assets.snapshot.builder import build_snapshot, changed_rows
 from batch_assets.snapshot.reuse import find_reusable
 from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.errors import SpecError
@@ -97,12 +97,9 @@ def test_more_samples_ask_for_the_new_ones_only_and_fewer_remove_rows(
 ) -> None:
     first = made.build(QUESTIONS[:3], samples=2, **attributes)
     commit(made.store, first)
-    assert (
-        rows_to_ask(
-            spec_of(name="d", batch_rows=3, samples=3, **attributes), made.store, workdir=made.folder, base=made.folder
-        )
-        == 3
-    )
+    declared = spec_of(name="d", batch_rows=3, samples=3, **attributes)
+    counts = changed_rows(declared, made.store, workdir=made.folder, base=made.folder)
+    assert counts is not None and counts.to_ask == 3
     more = made.build(QUESTIONS[:3], samples=3, **attributes)
     assert (more.rows, more.unchanged, more.added, more.removed) == (9, 6, 3, 0)
     assert made.open_batches(more) == 1  # those that were there keep their batches

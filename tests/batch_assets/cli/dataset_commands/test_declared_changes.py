@@ -14,6 +14,7 @@ from support.plain_engine import plain_engine
 from batch_assets.cli.dataset_commands import plan, status_command
 from batch_assets.cli.dataset_commands.declared_changes import DeclaredChanges
 from batch_assets.request_status.dataset_status import Observer
+from batch_assets.snapshot.builder import build_snapshot
 from batch_assets.spec.models import GeneratedDatasetSpec
 
 SAID = "d: 20 rows are new, or changed in the file or its source since the snapshot: `batch-assets run d` would ask"
@@ -53,10 +54,24 @@ def test_a_changed_prompt_changes_every_row_and_a_changed_line_one(site: Dataset
     assert DeclaredChanges.look(spec, folder, observer(site)).lines("d") == []
     assert DeclaredChanges.look(changed(site), folder, observer(site)).lines("d")[0].startswith(SAID)
     site.source([f"What is {i} plus {i}?" for i in range(19)] + ["And now?", "A new one?"])
-    assert DeclaredChanges.look(spec, folder, observer(site)).rows == 2
+    assert DeclaredChanges.look(spec, folder, observer(site)) == DeclaredChanges(2)
     assert site.store.current_snapshot() == site.manifest().snapshot  # nothing was written
     (folder / "questions.jsonl").unlink()
     assert "cannot be compared" in DeclaredChanges.look(spec, folder, observer(site)).lines("d")[0]
+
+
+@pytest.mark.parametrize("key", [None, "question"])
+def test_rows_that_the_source_no_longer_has_are_said(site: DatasetProject, key: str | None) -> None:
+    """The table has them until the next run, so that it is not as its file and its source say it."""
+    spec, folder = site.specs["d"]
+    if key is not None:
+        spec = spec.model_copy(update={"id": key})
+        build_snapshot(spec, site.store, now=2.0, workdir=folder / "work", base=folder)
+    site.source([f"What is {i} plus {i}?" for i in range(17)])
+    found = DeclaredChanges.look(spec, folder, observer(site))
+    assert found == DeclaredChanges(0, 3)
+    (said,) = found.lines("d")
+    assert said == "d: 3 rows are in the table and no longer in its source: `batch-assets run d` would remove them"
 
 
 def test_status_verify_and_plan_say_so(site: DatasetProject, capsys: pytest.CaptureFixture[str]) -> None:
