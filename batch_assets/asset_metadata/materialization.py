@@ -46,6 +46,8 @@ def snapshot_metadata(store: DatasetStore, manifest: SnapshotManifest) -> dict[s
         "model": str(manifest.generation["model"]),
         "manifest": file("manifest.json"),
     }
+    if manifest.source.startswith("hf://"):
+        found["source"] = manifest.source  # with the commit that was read
     if manifest.streaming is not None:
         found["streaming"] = str(manifest.streaming)
     if (rule := manifest.settings().reasoning_tags) is not None:

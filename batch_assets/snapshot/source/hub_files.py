@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 TRIES, LONGEST_WAIT = 5, 60.0
 SILENT_SECONDS, ANSWER_SECONDS = 30.0, 300.0  # without a byte; of an answer as a whole
 MOST_FILES, MOST_LISTING_BYTES = 1_000_000, 64 << 20  # of a repository; of one page of its listing
-LARGEST_READ = 8 << 20
+LARGEST_READ, LARGEST_WHOLE = 8 << 20, 16 << 20  # of a file; a server without ranges gives whole ones
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -116,7 +116,7 @@ class HubCommit:
     def read(self, file: HubFile, start: int, length: int) -> bytes:
         """Bytes of a file. `length`: LARGEST_READ at most."""
         where = f"/datasets/{self.address.repo}/resolve/{self.commit}/{quote(file.path)}"
-        most = length if file.size > LARGEST_READ else file.size
+        most = length if file.size > LARGEST_WHOLE else file.size
         try:
             answer = self._client.get(where, most, {"Range": f"bytes={start}-{start + length - 1}"})
         except _NoEntry:

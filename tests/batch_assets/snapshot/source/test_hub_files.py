@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from aiohttp import web
+from support.dataset_project import dataset_project
 from support.local_hub import TOKEN, LocalHub, local_hub
 
 from batch_assets.filtering.text_marks import files_digest
@@ -175,7 +176,7 @@ def test_a_range_that_breaks_off_is_asked_again_and_a_wrong_one_refused(
     hub.faults.append(whole)
     with pytest.raises(SourceError, match=r"test-0\.parquet: expected .* bytes as it was listed|expected an answer of"):
         commit.read(file, 0, 4)
-    monkeypatch.setattr(hub_files, "LARGEST_READ", 100)  # nobody reads all of a file to have a part of it
+    monkeypatch.setattr(hub_files, "LARGEST_WHOLE", 100)  # nobody reads all of a file to have a part of it
     with pytest.raises(SourceError, match=r"expected an answer of at most 50 bytes, found more"):
         commit.read(file, 0, 50)
 
@@ -278,6 +279,20 @@ def test_evaluation_files_of_a_filter_may_lie_there(hub: LocalHub, tmp_path: Pat
     assert [one.name for one in find_files(rule.files, tmp_path)] == [f"hf://datasets/{REPO}/data/test-0.parquet"]
 
 
+def test_the_asset_says_the_commit_and_fails_in_one_sentence(
+    hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with dataset_project(tmp_path, source={"path": TRAIN}, prompt={"user": "{{ q }}"}, id="n") as site:
+        (made,) = site.materialize("prompts").asset_materializations_for_node("d__prompts")
+        commit = hub.repositories[REPO].branches["main"][-1][0]
+        assert made.metadata["source"].value == f"hf://datasets/{REPO}@{commit}/data/train-*.parquet"
+        assert (made.metadata["rows"].value, site.manifest().rows) == (40, 40)
+        hub.repositories[REPO].private = True
+        failed = site.materialize("prompts")
+        assert not failed.success and "it is private, or not there; set HF_TOKEN" in site.reason()
+        assert site.manifest().rows == 40
+
+
 # What is refused
 
 
@@ -335,6 +350,8 @@ def test_a_hub_that_is_away_or_answers_nonsense_is_one_sentence(
     assert "found a part of one" in refusal(TRAIN, tmp_path)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     assert "expected an answer, found ConnectError" in refusal(TRAIN, tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.is_offline_mode", lambda: True)
+    assert "expected to be online, found HF_HUB_OFFLINE set" in refusal(TRAIN, tmp_path)
 
 
 def test_without_the_package_it_says_how_to_have_it(
