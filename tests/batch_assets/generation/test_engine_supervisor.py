@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import Counter
@@ -9,27 +10,34 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 from support.engine_supply import NEED, FleetClient, Heartbeat, engines
+from support.fake_batch_api import FakeBatchApi, error_line, fake_batch_api, line
 from support.simulated_engine import SimulatedEngine, simulated_engine
-from support.snapshots import questions, write_snapshot
+from support.snapshots import MODEL, questions, write_snapshot
 from support.timing import PATIENCE
 
 from batch_assets.generation import engine_supervisor
 from batch_assets.generation.engine_supervisor import EngineSupervisor, StepKind
 from batch_assets.generation.loop_thread import LoopThread
 from batch_assets.generation.range_run import Intent, RangeRun, RunIdentity, plan_range
+from gpu_runner.fleet_database.database import Lease
 from gpu_runner.fleet_database.wait_reason import RequestFailure, WaitKind, WaitReason
 from gpu_runner.inference.failures.failing_requests import FailingRequests
+from gpu_runner.inference.failures.retry import RetryPolicy
+from gpu_runner.inference.policy import FeedPolicy
 from gpu_runner.providers.engine_process import EngineStartError
 from gpu_runner.reachability import Reachability
+from gpu_runner.request_limits import BatchLimits, RequestLimits
 from resources.fleet.client import ProvisioningFailed
-from resources.fleet.leased_engine import LeasedEngine
+from resources.fleet.leased_engine import LeasedEngine, LeaseSignals, Requirement
 from resources.fleet.migration import Migration
 from resources.objects.opening import Objects, open_objects
 from resources.store.dataset_store import DatasetStore
+from resources.store.stored_batches import StoredBatches
 
 ROWS = 320
 
@@ -37,12 +45,15 @@ ROWS = 320
 class Job:
     """A range of rows, a supervisor for it, and the log of what it said."""
 
-    def __init__(self, objects: Objects, client: FleetClient, loop: LoopThread, rows: int) -> None:
+    def __init__(
+        self, objects: Objects, client: FleetClient, loop: LoopThread, rows: int, policy: FeedPolicy | None
+    ) -> None:
         self.store = DatasetStore(objects, "d")
         manifest = write_snapshot(self.store, questions(rows))
-        entries = self.store.entries(manifest.snapshot)
+        self.entries = entries = self.store.entries(manifest.snapshot)
         identity = RunIdentity("run", Intent("run"), (entries[0].key, entries[-1].key))
-        self.run = RangeRun(self.store, manifest, plan_range(self.store, entries, Intent("run")), identity)
+        plan = plan_range(self.store, entries, Intent("run"))
+        self.run = RangeRun(self.store, manifest, plan, identity, policy=policy)
         self.heartbeat, self.client = Heartbeat(), client
         self.said: list[str] = []
         self.decisions: list[Migration] = []
@@ -70,9 +81,9 @@ class Job:
 
 
 @contextmanager
-def a_job(folder: Path, client: FleetClient, rows: int = ROWS) -> Iterator[Job]:
+def a_job(folder: Path, client: FleetClient, rows: int = ROWS, policy: FeedPolicy | None = None) -> Iterator[Job]:
     with LoopThread() as loop:
-        job = Job(open_objects(str(folder)), client, loop, rows)
+        job = Job(open_objects(str(folder)), client, loop, rows, policy)
         try:
             yield job
         finally:
@@ -429,3 +440,92 @@ def test_once_another_run_has_the_engine_ours_pays_no_more(tmp_path: Path):
         assert job.work() == ""
         assert time.monotonic() - at > 1
         assert spending.spent().useful_seconds - then < 1  # what had come together is shared, nothing is added
+
+
+QUICK_RETRIES = FeedPolicy(retry=RetryPolicy(backoff_min=0.02, backoff_max=0.05, proof_lag=0.05), poll_seconds=0.1)
+
+
+class BatchesFirst(FleetClient):
+    """Has a Batch API for who takes one, and then the engines that are lined up. `late`: as the fleet says it."""
+
+    def __init__(self, api: FakeBatchApi, *engines: SimulatedEngine) -> None:
+        super().__init__(*engines)
+        self.api, self.late = api, ""
+        self.needs: list[bool] = []
+
+    def acquire(self, need: Requirement, **more: Any) -> LeasedEngine:
+        self.needs.append(need.batches)
+        if not need.batches:
+            return super().acquire(need, **more)
+        limits = RequestLimits(batches=BatchLimits(gather_seconds=0.1, poll_seconds=0.05, elsewhere=True))
+        lease = Lease("hosted", 1, "run", "d")
+        return LeasedEngine(self.api.url, None, None, "hosted", "batch_api", limits=limits, lease=lease)
+
+    def look_for_dataset(self, need: Requirement, leased: LeasedEngine) -> LeaseSignals:
+        return LeaseSignals(late=self.late or None)
+
+
+@contextmanager
+def a_batch_api(**how: Any) -> Iterator[FakeBatchApi]:
+    started: SimpleQueue[FakeBatchApi] = SimpleQueue()
+
+    async def serve() -> None:
+        async with fake_batch_api(MODEL, **how) as api:
+            started.put(api)
+            await asyncio.Event().wait()
+
+    with LoopThread() as loop:
+        serving = loop.submit(serve())
+        yield started.get(timeout=10)
+        serving.cancel(10)
+
+
+@pytest.fixture
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpu_runner.batch_api.batch_client.FIRST_POLL_SECONDS", 0.02)
+    monkeypatch.setattr("gpu_runner.batch_api.patient_calls.LOOK_AFTER_SECONDS", (0.0,))
+    monkeypatch.setattr("batch_assets.generation.engine_supervisor.LOOK_SECONDS", 0.05)
+
+
+def rows_of_the_table(job: Job) -> list[str]:
+    """The id of every row that is committed, with its answer."""
+    batches = job.store.current_objects(job.entries).values()
+    return [one.row_id for batch in batches for one in job.store.outcomes(batch) if one.ok]
+
+
+@pytest.mark.usefixtures("quick_looks")
+def test_rows_that_batches_did_not_bring_are_asked_of_another_engine_and_no_other_row_is(tmp_path: Path):
+    def answer(asked: list[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
+        """Of four rows one is missing, one has expired, and one is answered with what is no answer."""
+        kept = [line(one) for number, one in enumerate(asked) if number % 4 == 0]
+        wrong = [line(one, {"choices": []}) for number, one in enumerate(asked) if number % 4 == 1]
+        return kept + wrong, [error_line(one, "batch_expired") for number, one in enumerate(asked) if number % 4 == 2]
+
+    with a_batch_api(answer=answer) as api, engines(1, speed="50") as found:
+        with a_job(tmp_path, client := BatchesFirst(api, *found), 40, QUICK_RETRIES) as job:
+            job.supervisor.need = replace(NEED, batches=True)
+            assert job.work() == ""
+            assert client.needs == [True, False]
+            assert len(api.asked) == 40 and requests(found[0]) == 30
+            rows = rows_of_the_table(job)
+        assert len(rows) == len(set(rows)) == 40
+    assert client.released[0][0] == "hosted" and "go elsewhere" in client.released[0][1]
+
+
+@pytest.mark.usefixtures("quick_looks")
+def test_a_batch_that_will_be_late_is_cancelled_and_what_it_had_not_finished_is_asked_of_another_engine(tmp_path: Path):
+    with a_batch_api(ends=False, finished=13) as api, engines(1, speed="50") as found:
+        with a_job(tmp_path, client := BatchesFirst(api, *found), 40, QUICK_RETRIES) as job:
+            job.supervisor.need = replace(NEED, batches=True)
+            job.work(until=lambda: any(one.batch_id for one in StoredBatches(job.store.objects, "d").all()))
+            assert job.run.progress().rows_done == 0
+            client.late = "the 2 h that are left are needed to do the work elsewhere"
+            assert job.work() == ""
+            assert [one["status"] for one in api.batches.values()] == ["cancelled"]
+            assert client.needs == [True, False]
+            assert len(api.asked) == 40 and requests(found[0]) == 27
+            rows = rows_of_the_table(job)
+            assert not list(job.store.objects.list("d/submitted_batches/"))
+        assert len(rows) == len(set(rows)) == 40
+    assert client.released[0] == ("hosted", client.late, False)
+    assert sum(client.late in words for words in job.said) == 1

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from gpu_runner.fleet_database.database import FleetDatabase, Lease
+from gpu_runner.fleet_database.heartbeat import Heartbeat
 from gpu_runner.offers.offer import Offer, RankedOffer
 from gpu_runner.offers.speed import LengthMix, Speed
 from gpu_runner.offers.workload import Workload
 from gpu_runner.token_price import TokenPrice
 from resources.endpoints import allow
+from resources.fleet.client import FleetClient
 from resources.fleet.fleet_config import FleetConfig, FleetConfigError
 from resources.fleet.hosted_engines import hosted_engines, hosted_offers, hosted_options, weigh_batches
+from resources.fleet.leased_engine import LeasedEngine, Requirement
+from resources.pricing.market import Market
 from resources.pricing.token_prices import TokenPriceConfig, parse_token_price
 
 URL = "http://127.0.0.1:9"
@@ -190,6 +196,27 @@ def test_a_batch_api_is_weighed_against_engines_of_the_file_and_by_all_its_round
     assert not weigh_batches(api, WORK, deadline_in=None, rivals=[dear, free], **given).taken
     late = weigh_batches(api, WORK, deadline_in=100 * HOUR, rivals=[dear], **given)  # 1,000 rows in rounds of 200
     assert not late.taken and "24h × 5 is longer" in late.why
+
+
+def test_a_run_leaves_a_batch_api_whose_window_passes_the_deadline_where_it_has_another_engine(tmp_path: Path) -> None:
+    batch_api, other = {**BATCH, "name": "b"}, engine(2.0)
+
+    def late(dataset: str, hours: float, *engines: dict[str, Any], held: int = 0) -> str | None:
+        config = load(tmp_path, *engines)
+        fleet_db.begin_request(dataset, "r", deadline_at=fleet_db.now() + hours * HOUR)
+        heartbeat = Heartbeat(fleet_db, "run", ttl=60)
+        client = FleetClient(config, {}, Market(()), fleet_db, heartbeat, lambda *_: pytest.fail("nothing starts"))
+        need = Requirement(dataset, "m", "chat", batches=True, work=lambda: WORK)
+        one = config.engines[held]
+        lease = Lease(one.name, 1, "run", dataset)
+        leased = LeasedEngine(URL, None, None, one.name, one.kind, limits=one.limits, lease=lease)
+        return client.look_for_dataset(need, leased).late
+
+    with contextlib.closing(FleetDatabase(f"sqlite:///{tmp_path}/fleet.db")) as fleet_db:
+        assert late("tomorrow", 30, batch_api, other) is None
+        assert "its window of 24h is longer than the 1 h that are left" in (late("soon", 1, batch_api, other) or "")
+        assert late("alone", 1, batch_api) is None
+        assert late("other", 1, batch_api, other, held=1) is None
 
 
 def test_the_earlier_name_of_the_time_out_of_a_request_is_understood(tmp_path: Path) -> None:
