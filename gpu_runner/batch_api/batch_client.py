@@ -442,6 +442,10 @@ class BatchClient(EngineClient):
         if state.status == "failed" and not lines.found:
             await self._failed(batch, state)
             return
+        if not lines.found and state.output_file_id and batch.record.key not in self._sent:
+            await self._forget(batch)  # of another run, weeks ago: its provider has deleted the answers
+            self._gather_again(batch)
+            return
         self._most_rows = min(self._batch_limits.max_requests, 2 * self._most_rows)
         self._queue_seconds = QUEUE_SECONDS
         refused = self._all_refused(batch, lines)

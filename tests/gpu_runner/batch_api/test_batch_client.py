@@ -190,6 +190,19 @@ async def test_a_record_of_a_batch_that_is_gone_does_not_stop_its_rows() -> None
 
 
 @on_a_loop
+async def test_rows_of_a_batch_of_another_run_whose_answers_are_deleted_are_sent_again_at_once() -> None:
+    records = Records()
+    async with fake_batch_api(MODEL, answer=echo) as api:
+        async with client(api, records) as engine:
+            await ask(engine, 1, 2)
+        (old,) = records.kept
+        api.deleted.add("output-batch-0")
+        async with client(api, records) as engine:
+            assert texts(await ask(engine, 1)) == ["re: question 1"]
+        assert len(api.batches) == 2 and old not in records.kept
+
+
+@on_a_loop
 async def test_hostile_files_cost_only_the_rows_whose_lines_are_bad() -> None:
     def answer(asked: list[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
         good, _missing, expired, wrong, denied, garbage, limited = asked
