@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 TOKEN, ENDPOINT = "HF_TOKEN", "HF_ENDPOINT"
 TRANSIENT = frozenset({408, 409, 412, 429, 500, 502, 503, 504})  # what the hub may answer otherwise a moment later
+SILENCE_SECONDS = 300.0  # of a hub that is connected to or has been asked: it may think so long about a large commit
 MAIN, CONVERTED = "main", "refs/convert/parquet"
 EXPECTED_ADDRESS = "hf://datasets/OWNER/NAME/FILE or hf://datasets/OWNER/NAME@REVISION/data/*.parquet"
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
@@ -61,9 +62,9 @@ def hub_address(path: str) -> HubAddress | None:
 
 def hub_api(environment: Mapping[str, str]) -> HfApi:
     """The hub's client, for the address and the token in the environment; without a token it asks as nobody, and never
-    with one that lies on this disk. Raises StoreError."""
+    with one that lies on this disk. A hub that is silent is left after SILENCE_SECONDS. Raises StoreError."""
     try:
-        from huggingface_hub import HfApi
+        from huggingface_hub import HfApi, get_session
         from huggingface_hub.utils import logging
         from huggingface_hub.utils.tqdm import disable_progress_bars
     except ImportError:
@@ -74,5 +75,6 @@ def hub_api(environment: Mapping[str, str]) -> HfApi:
     if endpoint and {"@", "?", "#"} & set(endpoint):
         raise StoreError(f"{ENDPOINT}: expected an address without user, password, query or fragment")
     disable_progress_bars()
+    get_session().timeout = SILENCE_SECONDS  # by itself it waits for ever
     logging.get_logger().setLevel("ERROR")
     return HfApi(endpoint=endpoint, token=environment.get(TOKEN, "").strip() or False, library_name="batch-assets")

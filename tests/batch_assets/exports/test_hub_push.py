@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -16,6 +17,7 @@ import orjson
 import polars as pl
 import pytest
 import yaml
+from aiohttp import web
 from support.local_hub import TOKEN, LocalHub, local_hub
 from support.snapshots import commit, questions, write_snapshot
 from typer.testing import CliRunner
@@ -35,6 +37,7 @@ from batch_assets.spec.errors import SpecError
 from batch_assets.spec.export_options import ExportError
 from batch_assets.spec.exports import ExportSpec, PushSpec
 from batch_assets.spec.models import GeneratedDatasetSpec, load_spec
+from resources.objects import hub_client
 from resources.objects.opening import Objects
 from resources.store.dataset_store import DatasetStore
 
@@ -304,6 +307,24 @@ def test_what_the_hub_refuses_is_one_sentence_and_loses_nothing(
     assert said in str(error.value) and TOKEN not in str(error.value) and "\n" not in str(error.value)
     hub.faults.clear()
     assert again(found, tmp_path).changed
+
+
+def test_a_hub_that_is_silent_is_left_and_asked_again(
+    local_objects: Objects, tmp_path: Path, hub: LocalHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_client, "SILENCE_SECONDS", 0.3)
+    found = write(published(local_objects, tmp_path), tmp_path, push=None)
+    asked: list[str] = []
+
+    async def silence(request: web.Request) -> web.StreamResponse | None:
+        if asked or "/tree/" not in request.path:
+            return None
+        asked.append(request.path)
+        await asyncio.sleep(60)
+        return None
+
+    hub.faults.append(silence)
+    assert again(found, tmp_path).changed and len(asked) == 1
 
 
 def test_a_hub_that_is_away_is_said_after_some_tries(local_objects: Objects, tmp_path: Path, hub: LocalHub) -> None:
