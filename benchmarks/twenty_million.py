@@ -519,6 +519,8 @@ def main() -> None:
     parser.add_argument("--batches-per-run", type=int, default=500)
     parser.add_argument("--stages", default=",".join(STAGES), help=f"some of {', '.join(STAGES)}")
     given = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if given.database == "postgres" and (reason := postgres.why_not()):
         parser.error(reason)
     given.folder.mkdir(parents=True, exist_ok=True)

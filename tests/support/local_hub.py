@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from aiohttp import web
 
 TOKEN = "hf_of_a_test"
@@ -394,7 +395,7 @@ async def _received(request: web.Request, path: Path) -> str:
 
 @contextmanager
 def local_hub(folder: Path) -> Iterator[LocalHub]:
-    """A hub on a free port, in a thread of its own."""
+    """A hub on a free port, in a thread of its own. Its client is online, whatever a test before had it import with."""
     folder.mkdir(parents=True, exist_ok=True)
     hub, ready, loop = LocalHub(folder), threading.Event(), asyncio.new_event_loop()
     stop = asyncio.Event()
@@ -416,7 +417,9 @@ def local_hub(folder: Path) -> Iterator[LocalHub]:
     thread.start()
     assert ready.wait(10)
     try:
-        yield hub
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # read from the environment once
+            yield hub
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join(10)
