@@ -121,9 +121,9 @@ def _serve(listener: int, alive: int) -> None:
         def become_worker() -> None:
             if os.getppid() != template:  # what a worker forks later
                 return
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # before it has its name, by which it may be found and ended
             prepare()
             name_process(WORKER)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
         os.register_at_fork(after_in_child=become_worker)
         forkserver.main(listener, alive, [])
