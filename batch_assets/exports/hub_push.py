@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from batch_assets.exports.record import ExportRecord
 from batch_assets.spec.export_options import TRAIN, VALIDATION, ExportError
 from batch_assets.spec.exports import PushSpec
-from resources.objects.hub_client import TOKEN, TRANSIENT, hub_api
+from resources.objects.hub_client import TOKEN, TRANSIENT, Passing, hub_api, tried_again
 from resources.objects.opening import Objects, StoreError
 from resources.store.object_integrity import READ_BYTES, sha256_of
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoFile
 
 FOLDER, CARD = "data", "README.md"
-TRIES, LONGEST_WAIT = 5, 300.0
+LONGEST_WAIT = 300.0
 MOST_REGULAR_BYTES = 256 << 20  # of files that the hub does not take by LFS: they are in the commit itself
 _OURS = re.compile(rf"{FOLDER}/({TRAIN}|{VALIDATION})-\d+\.(jsonl|parquet)")
 
@@ -67,23 +67,15 @@ def push(
     """
     api = _api(environment)
     work = _Push(api, files, record, card.encode(), to, folder)
-    for number in range(TRIES):
-        try:
-            with _errors(api, to):
-                return work.run()
-        except _Passing as passing:
-            if number == TRIES - 1:
-                raise ExportError(f"{passing}; the same command goes on") from None
-            sleep(min(passing.wait or 2.0**number, LONGEST_WAIT))
-    raise AssertionError("the last try raises")
 
+    def once() -> Pushed:
+        with _errors(api, to):
+            return work.run()
 
-class _Passing(Exception):
-    """What may be otherwise a moment later. `wait`: seconds that the hub asks for; 0: it did not say."""
-
-    def __init__(self, said: str, wait: float = 0.0) -> None:
-        super().__init__(said)
-        self.wait = wait
+    try:
+        return tried_again(once, sleep, LONGEST_WAIT)
+    except Passing as passing:
+        raise ExportError(f"{passing}; the same command goes on") from None
 
 
 def _api(environment: Mapping[str, str]) -> HfApi:
@@ -240,7 +232,7 @@ def _git_hash(size: int, blocks: Any) -> str:
 
 @contextlib.contextmanager
 def _errors(api: HfApi, to: PushSpec) -> Iterator[None]:
-    """What the hub refuses as ExportError, what may pass as _Passing; neither holds the token or a row."""
+    """What the hub refuses as ExportError, what may pass as Passing; neither holds the token or a row."""
     import httpx2
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
@@ -256,7 +248,7 @@ def _errors(api: HfApi, to: PushSpec) -> Iterator[None]:
         if isinstance(cause, HfHubHTTPError):
             raise _refused(where, cause) from None
         if isinstance(cause, httpx2.TransportError):
-            raise _Passing(f"{where}: expected an answer, found {type(cause).__name__}") from None
+            raise Passing(f"{where}: expected an answer, found {type(cause).__name__}") from None
         if isinstance(cause, OSError):  # of this disk
             raise cause from None
         if not isinstance(error, ValueError):
@@ -270,8 +262,7 @@ def _refused(where: str, error: Any) -> Exception:
     words = str(error.server_message or "").partition("\n")[0][:200]
     said = f"{where}: the hub answers {code}{words and f' ({words})'}"
     if code in TRANSIENT:
-        asked = error.response.headers.get("Retry-After", "")
-        return _Passing(said, float(asked) if asked.isdecimal() else 0.0)
+        return Passing(said, error.response.headers)
     if code == 401:
         return ExportError(f"{said}: expected a token that it knows in {TOKEN}; make another one")
     if code == 403:

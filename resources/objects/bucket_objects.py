@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from resources.objects.object_interface import LARGEST_OBJECT, ObjectInfo, StoreError, refuse_large
+from resources.objects.ranged_file import RangedFile
 
 
 class BucketObjects:
@@ -106,7 +107,7 @@ class BucketObjects:
             obstore.delete(self._store, list(paths))
 
     def open(self, path: str) -> BinaryIO:
-        return cast(BinaryIO, io.BufferedReader(_Ranges(self, path), buffer_size=1 << 16))
+        return cast(BinaryIO, io.BufferedReader(_Object(self, path), buffer_size=1 << 16))
 
     def uri(self, path: str) -> str:
         return f"{self.root}/{path}"
@@ -115,36 +116,16 @@ class BucketObjects:
         raise NotImplementedError
 
 
-class _Ranges(io.RawIOBase):
+class _Object(RangedFile):
     """An object as a seekable file: every read is one ranged GET."""
 
     def __init__(self, objects: BucketObjects, path: str) -> None:
         import obstore
 
+        super().__init__(obstore.head(objects._store, path)["size"])
         self._objects, self._path = objects, path
-        self._size = obstore.head(objects._store, path)["size"]
-        self._at = 0
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + (0, self._at, self._size)[whence]
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
+    def read_range(self, start: int, length: int) -> memoryview:
         import obstore
 
-        length = min(len(buffer), self._size - self._at)
-        if length <= 0:
-            return 0
-        data = obstore.get_range(self._objects._store, self._path, start=self._at, length=length)
-        buffer[:length] = memoryview(data)
-        self._at += length
-        return length
+        return memoryview(obstore.get_range(self._objects._store, self._path, start=start, length=length))

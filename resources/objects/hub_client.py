@@ -8,9 +8,9 @@ environment, and are never part of them.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import quote, unquote
 
 from resources.objects.object_interface import StoreError
@@ -18,7 +18,10 @@ from resources.objects.object_interface import StoreError
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
+T = TypeVar("T")
+
 TOKEN, ENDPOINT = "HF_TOKEN", "HF_ENDPOINT"
+TRIES = 5
 TRANSIENT = frozenset({408, 409, 412, 429, 500, 502, 503, 504})  # what the hub may answer otherwise a moment later
 SILENCE_SECONDS = 300.0  # of a hub that is connected to or has been asked: it may think so long about a large commit
 MAIN, CONVERTED = "main", "refs/convert/parquet"
@@ -78,3 +81,22 @@ def hub_api(environment: Mapping[str, str]) -> HfApi:
     get_session().timeout = SILENCE_SECONDS  # by itself it waits for ever
     logging.get_logger().setLevel("ERROR")
     return HfApi(endpoint=endpoint, token=environment.get(TOKEN, "").strip() or False, library_name="batch-assets")
+
+
+class Passing(Exception):
+    """What may be otherwise a moment later. `headers`: of the hub's answer, which may ask for some seconds."""
+
+    def __init__(self, said: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(said)
+        asked = (headers or {}).get("Retry-After", "")
+        self.wait = float(asked) if asked.isdecimal() else 0.0
+
+
+def tried_again(call: Callable[[], T], sleep: Callable[[float], None], longest_wait: float) -> T:
+    """What a call returns that is repeated while it raises Passing, TRIES times in all. Raises the last one."""
+    for number in range(TRIES - 1):
+        try:
+            return call()
+        except Passing as passing:
+            sleep(min(passing.wait or 2.0**number, longest_wait))
+    return call()

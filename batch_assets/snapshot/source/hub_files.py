@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from urllib.parse import parse_qs, quote, urlencode, urlsplit
 
 from batch_assets.snapshot.source.errors import SourceError
-from resources.objects.hub_client import TOKEN, TRANSIENT, HubAddress, hub_address, hub_api
+from resources.objects.hub_client import TOKEN, TRANSIENT, HubAddress, Passing, hub_address, hub_api, tried_again
 from resources.objects.object_interface import StoreError
+from resources.objects.ranged_file import RangedFile
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-TRIES, LONGEST_WAIT = 5, 60.0
+LONGEST_WAIT = 60.0
 SILENT_SECONDS, ANSWER_SECONDS = 30.0, 300.0  # without a byte; of an answer as a whole
 MOST_FILES, MOST_LISTING_BYTES = 1_000_000, 64 << 20  # of a repository; of one page of its listing
 LARGEST_READ, LARGEST_WHOLE = 8 << 20, 16 << 20  # of a file; a server without ranges gives whole ones
@@ -111,7 +112,7 @@ class HubCommit:
 
     def open(self, file: HubFile) -> BinaryIO:
         """A file as a seekable one, read in ranges."""
-        return cast(BinaryIO, io.BufferedReader(_Ranges(self, file), buffer_size=1 << 16))
+        return cast(BinaryIO, io.BufferedReader(_ReadAhead(self, file), buffer_size=1 << 16))
 
     def read(self, file: HubFile, start: int, length: int) -> bytes:
         """Bytes of a file. `length`: LARGEST_READ at most."""
@@ -132,52 +133,24 @@ class HubCommit:
         return data
 
 
-class _Ranges(io.RawIOBase):
+class _ReadAhead(RangedFile):
     """A file of a commit. Reads that follow each other fetch more at once, each time twice as much."""
 
     def __init__(self, commit: HubCommit, file: HubFile) -> None:
+        super().__init__(file.size)
         self._commit, self._file = commit, file
-        self._at = self._held_at = 0
+        self._held_at = self._ahead = 0
         self._held = b""
-        self._ahead = 0
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + (0, self._at, self._file.size)[whence]
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        wanted = min(len(buffer), self._file.size - self._at)
-        if wanted <= 0:
-            return 0
-        if not self._held_at <= self._at < self._held_at + len(self._held):
-            goes_on = self._at == self._held_at + len(self._held)
-            self._ahead = 2 * max(self._ahead, wanted) if goes_on and self._held else wanted
+    def read_range(self, start: int, length: int) -> memoryview:
+        if not self._held_at <= start < self._held_at + len(self._held):
+            goes_on = start == self._held_at + len(self._held)
+            self._ahead = 2 * max(self._ahead, length) if goes_on and self._held else length
             self._ahead = min(self._ahead, LARGEST_READ)
             self._held = b""  # before its successor is there
-            self._held = self._commit.read(self._file, self._at, min(self._ahead, self._file.size - self._at))
-            self._held_at = self._at
-        start = self._at - self._held_at
-        part = memoryview(self._held)[start : start + wanted]
-        buffer[: len(part)] = part
-        self._at += len(part)
-        return len(part)
-
-
-class _Passing(Exception):
-    """What may be otherwise a moment later. `wait`: seconds that the hub asks for; 0: it did not say."""
-
-    def __init__(self, said: str, wait: float = 0.0) -> None:
-        super().__init__(said)
-        self.wait = wait
+            self._held = self._commit.read(self._file, start, min(self._ahead, self._file.size - start))
+            self._held_at = start
+        return memoryview(self._held)[start - self._held_at :][:length]
 
 
 class _NoEntry(Exception):
@@ -216,14 +189,10 @@ class _Client:
 
     def get(self, where: str, most: int, headers: Mapping[str, str] | None = None) -> _Answer:
         """The answer to a GET. Raises SourceError for one of more than `most` bytes and for refusals, and _NoEntry."""
-        for number in range(TRIES):
-            try:
-                return self._once(where, most, headers or {})
-            except _Passing as passing:
-                if number == TRIES - 1:
-                    raise self.error(f"{passing}; run again when it is back") from None
-                self.sleep(min(passing.wait or 2.0**number, LONGEST_WAIT))
-        raise AssertionError("the last try raises")
+        try:
+            return tried_again(lambda: self._once(where, most, headers or {}), self.sleep, LONGEST_WAIT)
+        except Passing as passing:
+            raise self.error(f"{passing}; run again when it is back") from None
 
     def _once(self, where: str, most: int, headers: Mapping[str, str]) -> _Answer:
         import httpx2
@@ -246,13 +215,13 @@ class _Client:
                     if len(body) > most:
                         raise self.error(f"expected an answer of at most {most:,} bytes, found more")
                     if time.monotonic() > until:
-                        raise _Passing(f"expected an answer within {ANSWER_SECONDS:.0f} s, found a part of one")
+                        raise Passing(f"expected an answer within {ANSWER_SECONDS:.0f} s, found a part of one")
                 after = answer.links.get("next", {}).get("url", "")
                 return _Answer(answer.status_code, bytes(body), after, answer.headers.get("Content-Range", ""))
         except OfflineModeIsEnabled:
             raise self.error("expected to be online, found HF_HUB_OFFLINE set") from None
         except (httpx2.TransportError, httpx2.DecodingError) as error:
-            raise _Passing(f"expected an answer, found {type(error).__name__}") from None
+            raise Passing(f"expected an answer, found {type(error).__name__}") from None
         except (httpx2.TooManyRedirects, httpx2.InvalidURL) as error:
             raise self.error(f"expected an answer, found {type(error).__name__}") from None
 
@@ -260,8 +229,7 @@ class _Client:
         """What an answer with another status means: its code is in its headers, and its body is not looked at."""
         code, page = headers.get("X-Error-Code", ""), f"{self.api.endpoint}/datasets/{self.address.repo}"
         if status in TRANSIENT:
-            asked = headers.get("Retry-After", "")
-            return _Passing(f"the hub answers {status}", float(asked) if asked.isdecimal() else 0.0)
+            return Passing(f"the hub answers {status}", headers)
         if code == "GatedRepo":
             token = f"with the account of the token in {TOKEN}" if self.api.token else f"and set {TOKEN}"
             return self.error(

@@ -28,6 +28,7 @@ from batch_assets.snapshot.source.size import estimated_lines
 from batch_assets.spec.models import GeneratedDatasetSpec, load_spec
 from batch_assets.spec.row_rules import OverlapRule
 from batch_assets.spec.source import SourceSpec
+from resources.objects import hub_client
 from resources.objects.hub_client import HubAddress, hub_address, hub_api
 from resources.objects.object_interface import StoreError
 from resources.objects.opening import Objects
@@ -42,7 +43,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
     with local_hub(tmp_path / "hub") as found:
         monkeypatch.setenv("HF_ENDPOINT", found.url)
         monkeypatch.delenv("HF_TOKEN", raising=False)
-        monkeypatch.setattr(hub_files, "TRIES", 2)
+        monkeypatch.setattr(hub_client, "TRIES", 2)
         found.regular_bytes = 100
         found.put(REPO, {**trains(20), "data/test-0.parquet": parquet(0, 5), "README.md": b"# Sums"})
         yield found
