@@ -198,7 +198,8 @@ def spec_version(spec: GeneratedDatasetSpec) -> str:
     unsaid |= {"columns"}  # of the table, not of the rows
     new = {"system_from", "examples", "messages_from", "turns", "turns_from", "user_model", "images", "audio"}
     new |= {"query", "document", "documents_from"}
-    unasked = {name for name in new if getattr(spec.prompt, name) is None}
+    unasked: dict[str, Any] = {name: True for name in new if getattr(spec.prompt, name) is None}
+    unasked.setdefault("user_model", {"engine"})  # where it is asked, not what
     columns = {name for name in ("tools_from", "tool_choice_from") if getattr(spec.sampling, name) is None}
     unsaid_keys: dict[str, Any] = {"output": unsaid, "prompt": unasked, "sampling": columns}
     written = spec.model_dump_json(include=shaping, exclude=unsaid_keys)

@@ -83,6 +83,19 @@ class Generation:
         )
 
     @property
+    def without_user(self) -> Generation:
+        """As an engine is asked that writes the answers alone, where another one writes what the user says."""
+        return replace(self, user_model=None)
+
+    @property
+    def of_user_elsewhere(self) -> Generation | None:
+        """As `of_user`, of an engine that has nothing to do with the one that answers."""
+        found, given = self.of_user, self.user_model
+        if found is None or given is None:
+            return None
+        return replace(found, model=given.get("model") or self.asked_model, engine=None)
+
+    @property
     def limit_fields(self) -> list[str]:
         """Those of `TOKEN_LIMITS` that requests hold with a number of tokens."""
         return [name for name in TOKEN_LIMITS if type(value := self.sampling.get(name)) is int and value >= 0]

@@ -6,6 +6,7 @@ Nothing is written: no snapshot, no batch, no journal, no catalog entry.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from gpu_runner.client.structured_outputs import output_check
 from gpu_runner.offers.speed import LengthMix
 from gpu_runner.offers.workload import Assumption, Subject, Workload
 from gpu_runner.rows import Generation, Turn, WrittenUser, next_request
+from resources.fleet.fleet_config import EngineConfig
 
 REQUEST_SECONDS = 300.0
 CHECKED_ROWS = 10_000  # of the source, before `where`
@@ -127,28 +129,48 @@ def _checked(check: RowCheck, block: Block, ids: dict[str, tuple[str, int]]) -> 
 
 
 def ask_rows(
-    rows: Sequence[PreviewRow], generation: Generation, endpoint: str, api_key: str | None, tls: TlsFiles | None = None
+    rows: Sequence[PreviewRow],
+    generation: Generation,
+    endpoint: str,
+    api_key: str | None,
+    tls: TlsFiles | None = None,
+    user: EngineConfig | None = None,
 ) -> tuple[list[PreviewRow], float]:
-    """The rows with their answers, all asked at once, and the seconds until the last one.
+    """The rows with their answers, all asked at once, and the seconds until the last one. `user`: the engine of the
+    model that plays the user, where that is another one.
 
-    Raises EngineRefused and EngineLost when the engine does not serve the model.
+    Raises EngineRefused and EngineLost when an engine does not serve its model.
     """
-    return asyncio.run(_ask_rows(rows, generation, endpoint, api_key, tls))
+    return asyncio.run(_ask_rows(rows, generation, endpoint, api_key, tls, user))
 
 
 async def _ask_rows(
-    rows: Sequence[PreviewRow], generation: Generation, endpoint: str, api_key: str | None, tls: TlsFiles | None
+    rows: Sequence[PreviewRow],
+    generation: Generation,
+    endpoint: str,
+    api_key: str | None,
+    tls: TlsFiles | None,
+    user: EngineConfig | None,
 ) -> tuple[list[PreviewRow], float]:
     limits = TimeOuts(request=REQUEST_SECONDS)
-    async with EngineClient(endpoint, generation, api_key=api_key, time_outs=limits, tls=tls) as client:
+    written = generation.of_user_elsewhere if user is not None else None
+    answering = generation if written is None else generation.without_user
+    async with contextlib.AsyncExitStack() as stack:
+        opened = EngineClient(endpoint, answering, api_key=api_key, time_outs=limits, tls=tls)
+        client = writer = await stack.enter_async_context(opened)
         await client.info()
+        if user is not None and written is not None:
+            key, files = user.api_key, user.tls_files
+            opened = EngineClient(user.url or "", written, api_key=key, time_outs=limits, tls=files)
+            writer = await stack.enter_async_context(opened)
+            await writer.info()
         began = time.monotonic()
-        asked = await asyncio.gather(*(_ask(client, generation, row) for row in rows))
+        asked = await asyncio.gather(*(_ask(client, writer, generation, row) for row in rows))
         seconds = time.monotonic() - began
     return list(asked), seconds
 
 
-async def _ask(client: EngineClient, generation: Generation, row: PreviewRow) -> PreviewRow:
+async def _ask(client: EngineClient, writer: EngineClient, generation: Generation, row: PreviewRow) -> PreviewRow:
     """The row with its answer; a conversation with those before the last one in its prompt."""
     began, prompt_tokens, completion_tokens = time.monotonic(), 0, 0
     user: WrittenUser | None = None
@@ -166,7 +188,7 @@ async def _ask(client: EngineClient, generation: Generation, row: PreviewRow) ->
         turns.append(Turn(texts[len(turns)], answer, completion.finish_reason, None, 0, 0, 0, 0.0, None))
         if user is not None:
             request = replace(row, prompt=user.request(turns), fields=b"")
-            found = await _answer(client, generation, request, began, user=True)
+            found = await _answer(writer, generation, request, began, user=True)
             if found is None or (written := found.completion) is None:
                 return replace(row, answer=found)
             prompt_tokens += written.prompt_tokens

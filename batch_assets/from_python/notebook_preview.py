@@ -57,6 +57,11 @@ def preview(spec: GeneratedDatasetSpec, rows: int = 5, endpoint: str | None = No
             spec = at_its_place(spec, seen.instance, seen.store.objects)
     found = first_rows(spec, Path.cwd(), rows)
     if endpoint is not None:
+        if (user := spec.prompt.user_model) is not None and user.engine is not None:
+            raise NotebookPreviewError(
+                "endpoint: expected one engine for the whole conversation, found prompt.user_model.engine "
+                f"({user.engine}), which a fleet.yaml describes. Ask with `batch-assets preview`"
+            )
         try:
             url = engine_url(endpoint)
         except ValueError as error:

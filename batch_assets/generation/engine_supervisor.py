@@ -19,6 +19,7 @@ from batch_assets.gates.quality_gates import GateTrip
 from batch_assets.generation.loop_thread import BackgroundTask, LoopThread, Running
 from batch_assets.generation.progress_report import late_words
 from batch_assets.generation.range_run import RangeRun
+from batch_assets.generation.user_engine import UserEngineAway
 from gpu_runner.client.protocol import EngineLost, EngineRefused
 from gpu_runner.fleet_database.database import FleetDatabaseError, RunEnded
 from gpu_runner.fleet_database.heartbeat import Heartbeat
@@ -450,7 +451,7 @@ class EngineSupervisor:
             why = self._why_lost(session)
             self._release(session, f"engine lost: {error}{why}", retire=True, lost=True)
             return self._lost(f"engine {session.leased.name} lost: {error}{why}")
-        except EngineRefused as error:
+        except (EngineRefused, UserEngineAway) as error:
             self._release(session, str(error))
             return failed(error)
         except BaseException:
@@ -545,7 +546,7 @@ class EngineSupervisor:
         now = time.monotonic()
         if session.reachability_changed(now):
             self._tell_reachability(session)
-        if session.leased.spending.exhausted and not session.leaving:
+        if session.leased.exhausted and not session.leaving:
             session.leaving = LeaveReason(LeaveKind.BUDGET)
             self.warn(f"leaves {session.leased.name}: {session.leaving.describe()}")
             self.loop.call(session.stop.set)

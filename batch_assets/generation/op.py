@@ -165,6 +165,7 @@ def _generate_range(
                 reuse=spec.reuse,
                 simulated=_is_simulation(context, spec, fleet, manifest),
                 neighbours=_neighbours(catalog, store.entries(manifest.snapshot), known),
+                user_elsewhere=_user_engine(spec, manifest.settings()) is not None,
                 gates=None if config.redrive else _gates(spec, manifest, plan),
                 scores=() if spec.judge is None else spec.judge.scores,
                 shown=ShownBatches(manifest.batches) if spec.show_samples else None,
@@ -363,8 +364,16 @@ def _requirement(
         simulate=simulates(context.run.tags),
         limits=endpoint_limits(context.run.tags) if _endpoint(context) else NO_LIMITS,
         batches=True,
+        user_engine=_user_engine(spec, run.generation),
+        user_model="" if (asked := run.generation.of_user_elsewhere) is None else asked.model,
         work=Remembered(lambda: _work(context, run, work), WORK_SECONDS),
     )
+
+
+def _user_engine(spec: GeneratedDatasetSpec, generation: Generation) -> str | None:
+    """The engine that plays the user, where that is not the one that answers. Its name is no part of the snapshot."""
+    user = spec.prompt.user_model
+    return user.engine if user is not None and generation.user_model is not None else None
 
 
 def _engine_options(spec: GeneratedDatasetSpec, generation: Generation) -> EngineOptions:

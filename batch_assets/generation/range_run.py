@@ -26,6 +26,7 @@ from batch_assets.gates.quality_gates import GateTrip, QualityGates
 from batch_assets.generation.range_job import RangeJob, RunClaims
 from batch_assets.generation.range_plan import Intent, RangePlan, RunIdentity, Work, mixed, plan_range, vector_length
 from batch_assets.generation.store_reads import StoreReads
+from batch_assets.generation.user_engine import UserEngine
 from batch_assets.worker.job_worker import JobWorker, client_of
 from gpu_runner.batch_api.batch_client import BatchClient
 from gpu_runner.client.engine_client import EngineClient, EngineInfo, EngineLost, EngineRefused
@@ -331,7 +332,8 @@ class RangeRun:
     All methods but `serve` may be called from any thread. `fence` and `claims`: see RangeJob. `reuse`: whose answers
     rows take, where the snapshot has some beside it. `simulated`: which known answers are taken, see RangeSource.
     `neighbours`: True where committed batches of the dataset are simulated, False where some are not: a table never has
-    both. `gates`: of its rows, see `tripped`. `scores`, `shown`: see RangeJob.
+    both. `user_elsewhere`: the model that plays the user has an engine of its own, which each leased one brings along.
+    `gates`: of its rows, see `tripped`. `scores`, `shown`: see RangeJob.
     """
 
     def __init__(
@@ -350,6 +352,7 @@ class RangeRun:
         reuse: bool | Sequence[str] = False,
         simulated: bool | None = None,
         neighbours: frozenset[bool] = frozenset(),
+        user_elsewhere: bool = False,
         gates: QualityGates | None = None,
         scores: Sequence[str] = (),
         shown: ShownBatches | None = None,
@@ -380,6 +383,7 @@ class RangeRun:
             policy=self._enough_memory(policy or self._policy()),
             rng=rng,
             vectors=VectorLength(vector_length(store, manifest, reuse)),
+            user_elsewhere=user_elsewhere,
             committed=RangeJob.committed,
         )
         self._worker.add(self._job)
@@ -463,10 +467,14 @@ class RangeRun:
         """Generate on this engine until all is committed, or until `stop` is set and its rows are answered.
 
         Raises EngineLost, and may be called again with the next engine, or with two at once: they share the rows.
+        Raises UserEngineAway where the model that plays the user cannot be asked.
         """
         self._job.epoch = leased.epoch
-        kind = EngineClient if leased.limits.batches is None else self._batch_client(leased.limits.batches)
-        async with client_of(leased, kind, self.generation, answer_bytes=self._answer_bytes) as engine:
+        kind: Callable[..., EngineClient] = EngineClient
+        generation = self.generation if leased.user is None else self.generation.without_user
+        if leased.limits.batches is not None:  # which refuses a user's model, wherever that is
+            kind, generation = self._batch_client(leased.limits.batches), self.generation
+        async with client_of(leased, kind, generation, answer_bytes=self._answer_bytes) as engine:
             try:
                 info = await engine.info()
             except EngineLost as error:
@@ -480,12 +488,21 @@ class RangeRun:
             serving = self._worker.serve(
                 engine, leased, model=model, version=info.version, run_id=self.identity.run_id, stop=stop
             )
+            user = self._user_engine(leased.user, info) if leased.user is not None else None
             try:
-                await (self._in_batches(engine, serving, stop) if isinstance(engine, BatchClient) else serving)
+                if isinstance(engine, BatchClient):
+                    await self._in_batches(engine, serving, stop)
+                else:
+                    await (serving if user is None else user.beside(serving))
             finally:
                 self.source.engine_goes()
                 flushing.cancel()
                 await asyncio.gather(flushing, return_exceptions=True)
+
+    def _user_engine(self, leased: LeasedEngine, answering: EngineInfo) -> UserEngine:
+        asked = self.generation.of_user_elsewhere
+        assert asked is not None
+        return UserEngine(leased, asked, self._worker, answering, self.identity.run_id, self._answer_bytes)
 
     def _batch_client(self, limits: BatchLimits) -> Callable[..., BatchClient]:
         purpose, (first, last) = self.identity.intent.purpose, self.identity.key_range

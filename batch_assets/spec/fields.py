@@ -352,6 +352,7 @@ Scalar = Annotated[
 ]
 Model = Annotated[str, Field(min_length=1, max_length=255), AfterValidator(_model)]
 Name = Annotated[str, AfterValidator(_name)]
+EngineName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
 AssetName = Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(_asset_name)]
 SourcePath = Annotated[str, Field(min_length=1), AfterValidator(_source_path)]
 TextFile = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_text_file)]

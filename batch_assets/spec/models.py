@@ -29,6 +29,7 @@ from batch_assets.spec.fields import (
     Cron,
     Deadline,
     Encodable,
+    EngineName,
     Flag,
     Grammar,
     JsonSchema,
@@ -200,12 +201,23 @@ class UserModelSpec(Strict):
     model: Model | None = Field(
         default=None,
         description="Another name that the same engine serves: `model` itself, beside an `engine.lora`, or an adapter "
-        "of `engine`. Default: whoever answers.",
+        "of `engine`. Default: whoever answers. With `engine` any model that it serves.",
+    )
+    engine: EngineName | None = Field(
+        default=None,
+        description="Another engine for the user's model: the name of one of kind `endpoint` in fleet.yaml, whose "
+        "`models` has `model`. Default: the one that answers. No part of what tells whether a row is the same.",
     )
     sampling: SamplingSpec = Field(
         default=SamplingSpec(),
         description="That of the user's model, the same for all rows; nothing is taken over from `sampling`.",
     )
+
+    @model_validator(mode="after")
+    def _engine_has_a_model(self) -> Self:
+        if self.engine is not None and self.model is None:
+            raise Unusable("user_model.model beside it", "none", "Write which model is asked there.", key="engine")
+        return self
 
     @model_validator(mode="after")
     def _plain_sampling(self) -> Self:
@@ -879,8 +891,11 @@ def _check_user_model(spec: GeneratedDatasetSpec) -> None:
         expected = "task chat, and what the user says first in prompt.user alone"
         raise Unusable(expected, found, key="prompt.user_model")
     served = [spec.model, *(one.name for one in spec.engine.adapters)]
-    if user.model is not None and user.model not in served:
-        hint = "A run rents engines for one model. Leave it out, or make an adapter of it that engine.lora_modules has."
+    if user.model is not None and user.engine is None and user.model not in served:
+        hint = (
+            "A run rents engines for one model. Leave it out, name an engine of fleet.yaml that serves it "
+            "(prompt.user_model.engine), or make an adapter of it that engine.lora_modules has."
+        )
         raise Unusable(f"one of {', '.join(served[:5])}", show(user.model), hint, key="prompt.user_model.model")
 
 

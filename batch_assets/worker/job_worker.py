@@ -91,7 +91,7 @@ class JobWorker(Generic[J]):
 
     `noted(job, part, outcome)` hears of every outcome after its job, `committed(job, footer)` of every part that is in
     the store, `left_out(job, part)` of one that is to be read again, for the rows that were left out. Blocking calls of
-    jobs are made in `pool`.
+    jobs are made in `pool`. `user_elsewhere`: see `Feed`.
     """
 
     def __init__(
@@ -103,6 +103,7 @@ class JobWorker(Generic[J]):
         rng: random.Random | None = None,
         vectors: VectorLength | None = None,
         next_urgency: Callable[[], Urgency | None] = lambda: None,
+        user_elsewhere: bool = False,
         committed: Callable[[J, BatchFooter], None],
         noted: Callable[[J, str, Outcome], None] = lambda job, part, outcome: None,
         left_out: Callable[[J, str], None] = lambda job, part: None,
@@ -117,6 +118,7 @@ class JobWorker(Generic[J]):
             rng=rng or random.Random(),
             vectors=vectors,
             next_urgency=next_urgency,
+            user_elsewhere=user_elsewhere,
         )
 
     def add(self, job: J) -> None:
@@ -143,9 +145,9 @@ class JobWorker(Generic[J]):
         """What every request meets, see `Feed.failing`. For any thread."""
         return self._feed.failing(before)
 
-    def not_ready(self, error: EngineLost) -> None:
+    def not_ready(self, error: EngineLost, *, plays_user: bool = False) -> None:
         """An engine did not say who it is."""
-        self._feed.not_ready(error)
+        self._feed.not_ready(error, plays_user=plays_user)
 
     async def prepare(self) -> bool:
         """Commit parts that need no engine, see `Feed.prepare`."""
@@ -162,6 +164,7 @@ class JobWorker(Generic[J]):
         stop: asyncio.Event | None = None,
         share: InteractiveShare | None = None,
         context: RequestContext | None = None,
+        plays_user: bool = False,
     ) -> None:
         """Generate on one engine, see `Feed.serve`; rows say that `model` on `version` of it has answered `run_id`.
 
@@ -176,6 +179,7 @@ class JobWorker(Generic[J]):
             share=share,
             limits=engine.limits,
             context=context,
+            plays_user=plays_user,
         )
 
     async def flush_often(self, seconds: float, flush: Callable[[], Awaitable[object]] | None = None) -> None:

@@ -410,8 +410,9 @@ class EngineWorker:
         self.liveness.answered(now)
         self.window.refusals.on_served()
         self._add_tokens(item, completion)
+        asked = item.asked_row
         self._note_trial(self.outcomes.completed(item, completion, len(self.in_flight)))
-        if self.failures.answered(item, now):
+        if self.failures.answered(item, now, asked):
             self._judge()
 
     async def _admit(self, request: Request, size: int) -> None:

@@ -22,6 +22,7 @@ from gpu_runner.inference.policy import FeedPolicy
 from gpu_runner.inference.row_queue import Work
 from gpu_runner.inference.row_state import Item
 from gpu_runner.inference.windows.concurrency_window import Window
+from gpu_runner.rows import Row
 
 MOST_BROKEN = 4096  # connections that are remembered
 
@@ -134,10 +135,13 @@ class FailedRequests:
         failing = self._work.failures.failing()
         return "" if failing is None else failing.reason
 
-    def answered(self, item: Item, now: float) -> bool:
-        """The engine has answered a request, of this row among others. Returns whether `judge` is to follow."""
+    def answered(self, item: Item, now: float, asked: Row | None = None) -> bool:
+        """The engine has answered a request, of this row among others. Returns whether `judge` is to follow.
+
+        `asked`: the row as the engine was shown it, where that is another one now.
+        """
         self._work.failures.answered()
-        self.denials.remember(item.row)
+        self.denials.remember(asked or item.row)
         if not self:
             return False
         self.denials.row_answered(item.sent)

@@ -15,7 +15,7 @@ import random
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpu_runner.client.engine_connections import allow_open_files
 from gpu_runner.client.protocol import EngineLost
@@ -95,6 +95,9 @@ class Feed:
     `on_batch(job, batch key, outcomes in row order)` may wait: a bounded number run at once, and reading stops while
     too many batches wait for it. It is called again for a batch whose call was cancelled.
 
+    `user_elsewhere`: what a model says for the user of conversations is asked of engines of its own, which are served
+    with `plays_user`; others then are asked for answers alone.
+
     An outcome's `tries` are its charged failures and the request that ended it; repairs of an answer that did
     not fit the schema, and failures that were the engine's, are no tries. Its `seconds` are those of all its
     requests that were answered, without waiting between them.
@@ -110,6 +113,7 @@ class Feed:
         rng: random.Random | None = None,
         vectors: VectorLength | None = None,
         next_urgency: Callable[[], Urgency | None] = _unknown,
+        user_elsewhere: bool = False,
     ) -> None:
         self._batches, self._next_urgency = batches, next_urgency
         self._on_batch = on_batch
@@ -117,6 +121,7 @@ class Feed:
         self._rng = rng or random.Random()
         memory = AnswerMemory(self._policy.open_bytes, self._policy.batch_bytes)
         self._work = Work(on_row, memory, vectors or VectorLength(), self._policy.prefixes)
+        self._users = self._work.part() if user_elsewhere else self._work
         self._work.on_low = self._check_room
         self._work.call_below(self._policy.ahead)
         self._failure: BaseException | None = None
@@ -201,13 +206,17 @@ class Feed:
 
         May be called from any thread.
         """
-        in_flight = sum(len(worker.in_flight) for worker in list(self._workers))
-        return self._work.failures.failing(in_flight, before)
+        for work in dict.fromkeys((self._work, self._users)):
+            in_flight = sum(len(worker.in_flight) for worker in list(self._workers) if worker.work is work)
+            if (found := work.failures.failing(in_flight, before)) is not None:
+                return found if work is self._work else replace(found, plays_user=True)
+        return None
 
-    def not_ready(self, error: EngineLost) -> None:
+    def not_ready(self, error: EngineLost, *, plays_user: bool = False) -> None:
         """An engine that was to be served gave no answer to who it is: this counts as a failed request."""
         now = asyncio.get_running_loop().time()
-        self._work.failures.failed(error, error.reason, error.detail, now)
+        work = self._users if plays_user else self._work
+        work.failures.failed(error, error.reason, error.detail, now)
 
     async def serve(
         self,
@@ -220,12 +229,14 @@ class Feed:
         share: InteractiveShare | None = None,
         limits: RequestLimits = NO_LIMITS,
         context: RequestContext | None = None,
+        plays_user: bool = False,
     ) -> None:
         """Feeds one engine until every batch is handed on, or until `stop` is set and its rows are answered.
 
         `spending` keeps the fleet's database of the engine's time, and prices the rows. `share`: interactive requests
         on the same engine, to which rows give way. `limits`: how many rows may be in flight, and requests and tokens
-        of a minute. `context(jobs)` is entered around each request, with the jobs of its rows.
+        of a minute. `context(jobs)` is entered around each request, with the jobs of its rows. `plays_user`: its model
+        writes what the user says, and nothing else.
 
         Raises EngineLost (the rows in flight are back in the queue, call again with the next engine),
         EngineRefused, or what `batches`, `on_row` or `on_batch` raised. Two calls at once share the work.
@@ -234,16 +245,12 @@ class Feed:
         self._raise_failure()
         if self.finished:
             return
-        most, policy = max(1, allow_open_files() - OTHER_FILES), self._policy
-        if limits.batches is not None:
-            max_num_seqs = most = limits.batches.rows
-            policy = policy.for_batches(most, limits.batches.elsewhere)
-        window = Window(policy.window, max_num_seqs, most=min(most, limits.concurrency or most), share=share)
+        policy, window = self._sized(limits, max_num_seqs, share)
         limited = limits.requests_per_minute is not None or limits.tokens_per_minute is not None
         worker = EngineWorker(
             engine,
             origin,
-            self._work,
+            self._users if plays_user else self._work,
             policy,
             self._rng,
             window,
@@ -269,6 +276,16 @@ class Feed:
             await self._leave(worker, in_order)
         if worker.life.error is not None and not self.finished:
             raise worker.life.error
+
+    def _sized(
+        self, limits: RequestLimits, max_num_seqs: int | None, share: InteractiveShare | None
+    ) -> tuple[FeedPolicy, Window]:
+        """How an engine with these limits is fed, and how many rows it gets at once."""
+        most, policy = max(1, allow_open_files() - OTHER_FILES), self._policy
+        if limits.batches is not None:
+            max_num_seqs = most = limits.batches.rows
+            policy = policy.for_batches(most, limits.batches.elsewhere)
+        return policy, Window(policy.window, max_num_seqs, most=min(most, limits.concurrency or most), share=share)
 
     async def prepare(self) -> bool:
         """Reads up to the first row that needs an engine, handing on batches that are complete without one.
@@ -329,14 +346,16 @@ class Feed:
         if not self._workers:
             return
         loop = asyncio.get_running_loop()
-        self._work.promote(loop.time())
+        for work in dict.fromkeys((self._work, self._users)):
+            work.promote(loop.time())
         for worker in self._workers:
             worker.fill()
         self._start_commits()
         quarter = sum(worker.window.size for worker in self._workers) // 4
         self._work.call_below(max(self._policy.ahead, quarter, self._work.prefixes.ahead))
         self._check_room()
-        self._timer.set(self._work.next_due)
+        due = [at for work in (self._work, self._users) if (at := work.next_due) is not None]
+        self._timer.set(min(due, default=None))
         if self.finished:
             for worker in self._workers:
                 worker.end()

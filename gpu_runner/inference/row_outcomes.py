@@ -116,8 +116,8 @@ class RowOutcomes:
 
     def _user_said(self, item: Item, completion: Completion, in_flight: int) -> bool:
         """A model wrote what the user says next: the answer to it is to be asked."""
-        said, asked = str(completion.output), self._generation.of_user
-        if not said.strip() or asked is None:
+        said, asked = str(completion.output), self._generation.of_user or self._generation
+        if not said.strip():
             problem = f"the user's model wrote nothing after turn {len(item.turns)}"
             return self.end_dead(item, NO_USER_TURN, problem, in_flight)
         reason = completion.finish_reason

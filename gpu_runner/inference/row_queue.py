@@ -215,11 +215,28 @@ class Work:
         self.on_low: Callable[[], None] = _nothing
         self._order = 0
         self._on_row = on_row
+        self._answers = self
+        self.users: Work | None = None
+
+    def part(self) -> Work:
+        """From now on rows whose next text a model is to write for the user are in a queue of their own, `users`, for
+        engines of that model. Batches, memory and counters are common.
+        """
+        users = self.users = Work(self._on_row, self.memory, self.vectors, PrefixPolicy())
+        users.counts, users._answers, users.users = self.counts, self, users
+        return users
+
+    def _enter(self, item: Item) -> None:
+        """The row is ready, for an engine that writes its next text."""
+        queue = self.users if self.users is not None and item.user_request else self._answers
+        queue.ready.add(item)
+        queue.look_below += 1
 
     @property
     def queued(self) -> int:
         """Rows that no worker holds."""
-        return len(self.ready) + len(self._later) + self.suspects.size + len(self.held_back)
+        own = len(self.ready) + len(self._later) + self.suspects.size + len(self.held_back)
+        return own if self.users is None or self.users is self else own + self.users.queued
 
     @property
     def open_batches(self) -> int:
@@ -244,7 +261,7 @@ class Work:
             if begun := _begun(row, batch.begun.get(row.row_id, ())):
                 item.resume(begun)
                 self._keep_turns(item, 1)
-            self.ready.add(item)
+            (self.users if self.users is not None and item.user_request else self).ready.add(item)
             self._order += 1
         self.counts.known += len(outcomes) - opened.left
         self._open[opened] = None
@@ -296,6 +313,15 @@ class Work:
         ended = [batch for batch in self._open if batch.job == job]
         for batch in ended:
             batch.end()
+        self._cancel_ended()
+        if self.users is not None:
+            self.users._cancel_ended()
+        complete, self.complete = self.complete, deque(batch for batch in self.complete if not batch.ended)
+        for batch in ended:
+            if batch.left or batch in complete:
+                self._forget(batch)
+
+    def _cancel_ended(self) -> None:
         for item in self.ready.remove(_has_ended) + self.suspects.remove(_has_ended):
             item.cancel()
         later, self._later = self._later, [entry for entry in self._later if not _has_ended(entry[2])]
@@ -304,10 +330,6 @@ class Work:
         for item in [*(item for _, _, item in later), *held]:
             if _has_ended(item):
                 self.cancel(item)
-        complete, self.complete = self.complete, deque(batch for batch in self.complete if not batch.ended)
-        for batch in ended:
-            if batch.left or batch in complete:
-                self._forget(batch)
 
     def cancel(self, item: Item) -> None:
         """The row's job has ended: nobody holds it any more."""
@@ -336,7 +358,7 @@ class Work:
         counts.prompt_tokens += item.prompt_tokens
         counts.completion_tokens += item.completion_tokens
         if batch.left == 0:
-            self.complete.append(batch)
+            self._answers.complete.append(batch)
 
     def next_turn(self, item: Item, so_far: Outcome) -> bool:
         """The row's next turn is to be asked, in its old place, unless `on_row` raises. A row in a trial leaves it: it
@@ -355,8 +377,7 @@ class Work:
             self._keep_turns(item, -1)
         item.next_turn(so_far.turns[-1])
         self._keep_turns(item, 1)
-        self.ready.add(item)
-        self.look_below += 1
+        self._enter(item)
         return group is not None and self.suspects.row_ended(group)
 
     def _keep_turns(self, item: Item, sign: int) -> None:

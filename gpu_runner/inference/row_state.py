@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from gpu_runner.client.protocol import Completion, Repair
@@ -175,6 +175,11 @@ class Item:
     def fields(self) -> bytes:
         """Request fields of the next request's own, as JSON, or empty."""
         return b"" if self.user_request else self.row.own_fields
+
+    @property
+    def asked_row(self) -> Row:
+        """The row as the next request shows it to the engine: another engine's request is none of its business."""
+        return replace(self.row, prompt=self.user_request, fields=b"", seed=None) if self.user_request else self.row
 
     @property
     def answered_turns(self) -> tuple[Turn, ...]:

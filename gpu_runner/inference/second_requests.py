@@ -41,7 +41,8 @@ class SecondRequests:
     def ask(self, owner: EngineWorker, late: LateRequest) -> None:
         """Asks once more for rows that this engine worker has, where an engine has room for them."""
         loop = asyncio.get_running_loop()
-        fit = [one for one in self._workers() if one.may_be_asked(len(late.rows), loop.time())]
+        alike = [one for one in self._workers() if one.work is owner.work]
+        fit = [one for one in alike if one.may_be_asked(len(late.rows), loop.time())]
         target = min(fit, key=lambda one: (one is owner, len(one.in_flight)), default=None)
         if target is None:
             return

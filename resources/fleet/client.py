@@ -107,7 +107,7 @@ class FleetClient:
                 note(str(error))
                 if failed >= FAILED_STARTS:
                     if shared := self._shared(need, allowed.instances, replaces):
-                        return self._taken(shared, note)
+                        return self._taken(need, shared, note, pause)
                     raise NoInstanceStarted(f"{failed} instances in a row did not start; the last: {error}") from None
                 pause(WAIT_SECONDS)
                 continue
@@ -117,14 +117,42 @@ class FleetClient:
                     pause(WAIT_SECONDS)
                 continue
             if isinstance(found, LeasedEngine):
-                return self._taken(found, note)
+                return self._taken(need, found, note, pause)
             tell(found)
             pause(WAIT_SECONDS)
 
-    def _taken(self, leased: LeasedEngine, note: Say) -> LeasedEngine:
+    def _taken(self, need: Requirement, leased: LeasedEngine, note: Say, pause: Pause) -> LeasedEngine:
         with self._orders.handing_over(leased.lease, leased.close):
             note(f"on {leased.name}")
+            leased.user = self._user_engine(need, pause)
             return leased
+
+    def _user_engine(self, need: Requirement, pause: Pause) -> LeasedEngine | None:
+        """The engine of the model that plays the user. Its lease keeps nobody off, nor counts as an instance: it says
+        what is spent there, and what may be.
+        """
+        if need.user_engine is None:
+            return None
+        engine, asked_at = self.config.user_engine(need.user_engine, need.user_model), self.heartbeat.now()
+        name, (run, ttl) = f"{engine.name}/{need.dataset}", (self.heartbeat.run_id, self.heartbeat.ttl)
+        while (lease := self.fleet_db.try_lease(name, run, need.dataset, ttl)) is None:  # another run takes its own now
+            pause(WAIT_SECONDS)
+            asked_at = self.heartbeat.now()
+        self.heartbeat.hold(lease, asked_at)
+        with self._orders.handing_over(lease):
+            self.fleet_db.drain(lease)
+            return LeasedEngine(
+                lease=lease,
+                endpoint=engine.url or "",
+                api_key=engine.api_key,
+                max_num_seqs=engine.slots,
+                provider=engine.provider,
+                instance_type=engine.instance_type,
+                spending=self._meter(engine, need, lease),
+                limits=engine.limits,
+                tls=engine.tls_files,
+                region=engine.region,
+            )
 
     def _found(
         self, need: Requirement, allowed: CapacityAllocation, note: Say, pause: Pause, replaces: LeasedEngine | None
@@ -132,6 +160,10 @@ class FleetClient:
         """An engine, or what is waited for."""
         if allowed.instances < 1:
             return waits(allowed.wait_kind, allowed.why_none())
+        if need.user_engine is not None:
+            user = self.config.user_engine(need.user_engine, need.user_model)
+            if (unpaid := self._refusal(need, user)) is not None:
+                raise unpaid
         rents = bool(self.providers) and not need.endpoint
         try:
             found = self._standing(need, allowed.instances, note, pause)
@@ -173,6 +205,9 @@ class FleetClient:
 
         `lost`: its engine was, and its offer is trusted less for a while.
         """
+        if (user := leased.user) is not None:
+            leased.user = None
+            self.release(user, reason=reason)
         self.heartbeat.stop_renewing(leased.lease)
         leased.close()
         spent = leased.spending.spent()
@@ -511,6 +546,8 @@ class FleetClient:
             why = f"{need.dataset} already holds all instances it may lease beside {leased.name}"
             raise ProvisioningFailed(f"no warm {decision.new.name} answers, or {why}" if warm else why)
         found.why = decision.sentence
+        with self._orders.handing_over(found.lease, found.close):
+            found.user = self._user_engine(need, pause)
         return found
 
     def _shared(self, need: Requirement, limit: int, replaces: LeasedEngine | None) -> LeasedEngine | None:

@@ -387,6 +387,24 @@ class FleetConfig(BaseModel):
             raise FleetConfigError(_not_started_so(model, fitting, options, fitting[0].lacks(options)))
         return started_so
 
+    def user_engine(self, name: str, model: str) -> EngineConfig:
+        """The engine that `prompt.user_model.engine` of a dataset names. Raises FleetConfigError.
+
+        It must name the model: an engine that is for all models is one for the rows of all datasets.
+        """
+        key, engine = "prompt.user_model.engine", next((one for one in self.engines if one.name == name), None)
+        if engine is None or engine.kind != "endpoint":
+            known = ", ".join(sorted(one.name for one in self.engines if one.kind == "endpoint")) or "none"
+            found = show(name) if engine is None else f"{name}, of kind {engine.kind}"
+            raise FleetConfigError(f"{key}: expected an engine of kind endpoint in fleet.yaml ({known}), found {found}")
+        if model not in engine.models:
+            raise FleetConfigError(
+                f"{key}: expected an engine whose entry in fleet.yaml has {model} among its `models`, found {name} "
+                f"with {', '.join(engine.models) or 'none, so that it is for the rows of all datasets'}. Write "
+                f"`models: [{model}]` there"
+            )
+        return engine
+
     def _engine_at(self, endpoint: str) -> EngineConfig:
         try:
             url, own = engine_url(endpoint), _engine_of_environment()

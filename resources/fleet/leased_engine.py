@@ -32,7 +32,7 @@ class Requirement:
 
     `simulate`: the simulated providers of a fleet without a file will do. `limits`: of an engine that is an `endpoint`,
     in place of those in fleet.yaml. `engine`: arguments that it is started with. `batches`: one that answers hours
-    later, by a Batch API, will do.
+    later, by a Batch API, will do. `user_engine`: the engine of fleet.yaml whose `user_model` is asked beside it.
     """
 
     dataset: str
@@ -47,6 +47,8 @@ class Requirement:
     limits: RequestLimits = NO_LIMITS
     engine: EngineOptions = PLAIN
     batches: bool = False
+    user_engine: str | None = None
+    user_model: str = ""
     work: Callable[[], Workload] = field(default=lambda: UNKNOWN_WORK, compare=False)
 
     @property
@@ -87,7 +89,8 @@ class LeasedEngine(KnownEngine):
     """An engine that is ours now. The lease's epoch fences everything written in its name.
 
     `offer`: as what the instance is rented; None for an engine that stands in fleet.yaml. `why`: one sentence on why it
-    was chosen. Prices are per real second.
+    was chosen. Prices are per real second. `user`: the engine of the model that plays the user, where that is another
+    one; others may ask it too, and the lease on it counts what is spent there.
     """
 
     lease: Lease = field(kw_only=True)
@@ -95,6 +98,7 @@ class LeasedEngine(KnownEngine):
     clock: float = 1.0
     why: str = ""
     close: Callable[[], None] = lambda: None
+    user: LeasedEngine | None = None
 
     @property
     def name(self) -> str:
@@ -105,6 +109,11 @@ class LeasedEngine(KnownEngine):
     def epoch(self) -> int:
         """Fencing epoch of the lease."""
         return self.lease.epoch
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no further row, or text of its user, is paid for."""
+        return self.spending.exhausted or (self.user is not None and self.user.spending.exhausted)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from batch_assets.publishing.publish import publish
 from batch_assets.publishing.published_table import published_table
 from batch_assets.snapshot.builder import build_snapshot
 from gpu_runner.rows import Outcome
+from resources.fleet.resource import LeasedEngine
 from resources.store.dataset_store import DatasetStore, SnapshotManifest
 from support.dataset_project import MODEL
 from support.plain_engine import PlainEngine
@@ -69,7 +70,13 @@ def table_of(store: DatasetStore, manifest: SnapshotManifest, folder: Path, **mo
     return pl.read_parquet(table.glob(store.objects))
 
 
-def killed(run: RangeRun, engine: PlainEngine, requests: int, answer: Callable[[dict[str, Any]], str] = answer) -> None:
+def killed(
+    run: RangeRun,
+    engine: PlainEngine,
+    requests: int,
+    answer: Callable[[dict[str, Any]], str] = answer,
+    lease: LeasedEngine | None = None,
+) -> None:
     """The run is broken off after so many answers at most, and what it had is in its journal."""
     many, over = threading.Event(), threading.Event()
 
@@ -81,7 +88,7 @@ def killed(run: RangeRun, engine: PlainEngine, requests: int, answer: Callable[[
 
     async def main() -> None:
         assert await run.prepare()
-        serving = asyncio.create_task(run.serve(leased(engine.url)))
+        serving = asyncio.create_task(run.serve(lease or leased(engine.url)))
         assert await asyncio.to_thread(many.wait, 30)
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)

@@ -38,13 +38,14 @@ def a_run(
     run_id: str,
     intent: Intent | None = None,
     policy: FeedPolicy | None = None,
+    user_elsewhere: bool = False,
 ) -> RangeRun:
     """Of all batches of the snapshot."""
     entries = store.entries(manifest.snapshot)
     intent = intent or Intent(run_id)
     identity = RunIdentity(run_id, intent, (entries[0].key, entries[-1].key))
     plan = plan_range(store, entries, intent)
-    return RangeRun(store, manifest, plan, identity, journal_seconds=0.1, policy=policy)
+    return RangeRun(store, manifest, plan, identity, journal_seconds=0.1, policy=policy, user_elsewhere=user_elsewhere)
 
 
 async def generate(run: RangeRun, url: str, seconds: float = 60) -> None:

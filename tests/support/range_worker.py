@@ -1,10 +1,14 @@
-"""One run of a range as a process of its own, to be killed: `python range_worker.py STORE DATABASE ENGINE RUN_ID`."""
+"""One run of a range as a process of its own, to be killed: `python range_worker.py STORE DATABASE ENGINE RUN_ID`.
+
+A further argument is the address of the engine whose model plays the user.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import sys
+from dataclasses import replace
 
 from batch_assets.generation.range_run import Intent, RangeRun, RunClaims, RunIdentity, plan_range
 from gpu_runner.fleet_database.database import FleetDatabase, Lease
@@ -31,7 +35,7 @@ async def work(run: RangeRun, engine: LeasedEngine) -> None:
             return
 
 
-def main(root: str, database: str, url: str, run_id: str) -> None:
+def main(root: str, database: str, url: str, run_id: str, user_url: str | None = None) -> None:
     store = DatasetStore(open_objects(root), "d")
     snapshot = store.current_snapshot()
     assert snapshot is not None
@@ -44,11 +48,21 @@ def main(root: str, database: str, url: str, run_id: str) -> None:
             claims = RunClaims(fleet_db, run_id, "d", heartbeat.ttl)
             plan = plan_range(store, entries, identity.intent)
             run = RangeRun(
-                store, store.manifest(snapshot), plan, identity, journal_seconds=0.1, claims=claims, reuse=True
+                store,
+                store.manifest(snapshot),
+                plan,
+                identity,
+                journal_seconds=0.1,
+                claims=claims,
+                reuse=True,
+                user_elsewhere=user_url is not None,
             )
             heartbeat.rows_done = lambda: run.progress().rows_done
             with contextlib.closing(run):
-                asyncio.run(work(run, LeasedEngine(url, None, SLOTS, "sim", "h100", lease=Lease("e", 1, run_id, "d"))))
+                engine = LeasedEngine(url, None, SLOTS, "sim", "h100", lease=Lease("e", 1, run_id, "d"))
+                if user_url is not None:
+                    engine.user = replace(engine, endpoint=user_url, lease=Lease("api/d", 1, run_id, "d"))
+                asyncio.run(work(run, engine))
                 assert run.missing() == []
 
 

@@ -88,6 +88,14 @@ def engines_of(model: str) -> list[str]:
     return [engine.name for engine in engines if not engine.models or model in engine.models]
 
 
+def user_engine(spec: GeneratedDatasetSpec) -> EngineConfig | None:
+    """The engine of fleet.yaml that plays the user, where one is named. Raises FleetConfigError."""
+    user = spec.prompt.user_model
+    if user is None or user.engine is None or user.model is None:
+        return None
+    return the_fleet().config().user_engine(user.engine, user.model)
+
+
 @contextlib.contextmanager
 def _running(engine: Engine, spec: GeneratedDatasetSpec) -> Iterator[Engine]:
     """The engine while it answers. Raises PreviewError when it does not start, or a run has it."""
@@ -141,7 +149,9 @@ def preview(spec: GeneratedDatasetSpec, folder: Path, rows: int, engine: Engine 
         if engine is None:
             return Preview(spec.name, spec.model, found, counter)
         with _running(engine, spec) as running:
-            asked, seconds = ask_rows(found, spec.generation(), running.url, running.api_key, running.tls)
+            asked, seconds = ask_rows(
+                found, spec.generation(), running.url, running.api_key, running.tls, user_engine(spec)
+            )
         work = measured_work(work_of_source(spec, folder), asked)
     except (SourceError, EngineError) as error:
         raise PreviewError(f"{spec.name}: {error}") from None

@@ -77,7 +77,7 @@ class Denials:
     @property
     def oldest_row(self) -> Row | None:
         """That row."""
-        return self._fresh[0].item.row if self._fresh else None
+        return self._fresh[0].item.asked_row if self._fresh else None
 
     def slots(self, window: int) -> int:
         """How many slots the denied rows keep: those set aside keep none, unless too many were denied."""

@@ -15,6 +15,7 @@ class FailingRequests:
 
     `status` is None where no HTTP status came. `sentence`: the server's words, or what was wrong with its answer,
     without the text of a prompt. `since`: when the first of these requests failed, in seconds of the loop's clock.
+    `plays_user`: of those to the model that plays the user, where that has an engine of its own.
     """
 
     code: str
@@ -22,6 +23,7 @@ class FailingRequests:
     sentence: str
     since: float
     requests: int
+    plays_user: bool = False
 
     @property
     def reason(self) -> str:
@@ -32,7 +34,8 @@ class FailingRequests:
     def describe(self, since: float) -> str:
         """For people. `since` is in Unix seconds."""
         moment = time.strftime("%H:%M:%S", time.localtime(since))
-        return f"every request fails since {moment}: {self.reason}"
+        whose = " to the model that plays the user" if self.plays_user else ""
+        return f"every request{whose} fails since {moment}: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)
