@@ -103,7 +103,9 @@ class _Staged:
         for _, lines in _read_groups(self._source, self._table, columns, 0):
             pairs.add(_chosen(lines, self._of_table, self.left_out))
         for number, found in pairs.tables(first):
-            yield number, found.append_column("error", pa.nulls(found.num_rows, pa.string()))
+            if "error" not in found.column_names:  # it may be carried along: null, as all of them are answered
+                found = found.append_column("error", pa.nulls(found.num_rows, pa.string()))
+            yield number, found
         if unpaired := pairs.lines - 2 * pairs.pairs:
             self.left_out["unpaired"] += unpaired
 

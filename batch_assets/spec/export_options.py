@@ -60,6 +60,16 @@ _FIELDS: Mapping[Format, Mapping[str, str | None]] = {
     Format.PARQUET: {},
 }
 _RANKED: Mapping[str, str | None] = {"prompt": "prompt", "completion": "output"}  # preference of ranked lines
+# What records of a format hold, with the field of it that may be the column of the same name as it is.
+_RECORD: Mapping[Format, Mapping[str, str | None]] = {
+    Format.MESSAGES: {"messages": None},
+    Format.SHAREGPT: {"conversations": None},
+    Format.ALPACA: {"instruction": "prompt", "input": None, "output": "completion", "system": None, "history": None},
+    Format.PROMPT_COMPLETION: {"prompt": "prompt", "completion": "completion"},
+    Format.PREFERENCE: {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"},
+    Format.JSONL: {},
+    Format.PARQUET: {},
+}
 _OPTIONAL = frozenset({"reasoning"})
 _ELEMENT = re.compile(r"(.+)\[(.+)\]", re.DOTALL)  # answers[best]
 
@@ -134,6 +144,7 @@ def checked_options(
         columns.pop("reasoning", None)
     for name in (*kept, *([split_by] if split_by is not None else [])):
         _known(name, known, "split_by" if name == split_by else "columns")
+    _check_kept(kind, kept, columns, elements)
     if not 0 <= validation < 1:
         raise BadOption("validation", "a share from 0 to below 1", f"{validation}")
     if split_by is not None and not validation:
@@ -197,6 +208,18 @@ def _mapped(
             hint = f"name it by map, {field}=COLUMN{ranked}. Columns: {', '.join(known)}"
             raise BadOption("map", f"a column for {field} of {kind.value}", "none", hint)
     return columns, elements
+
+
+def _check_kept(kind: Format, kept: Iterable[str], columns: Mapping[str, str], elements: Mapping[str, str]) -> None:
+    """No column is carried along under a name that records have for something else."""
+    own = _RECORD[kind]
+    for name in kept:
+        field = own.get(name)
+        same = field is not None and columns.get(field) == name and field not in elements
+        if name in own and not same:
+            hint = "Leave it out, or give the column another name where the table is made"
+            expected = f"columns that records of {kind.value} do not have themselves ({', '.join(own)})"
+            raise BadOption("columns", expected, f"{name!r}", hint)
 
 
 def _known(column: str, known: Sequence[str], option: str) -> None:

@@ -16,6 +16,7 @@ from batch_assets.exports.export import export
 from batch_assets.exports.hub_push import Pushed
 from batch_assets.exports.pushed_export import push_export
 from batch_assets.exports.record import ExportRecord, read_record
+from batch_assets.filtering.wanted_rows import rounds_follow
 from batch_assets.spec.discovery import known_datasets
 from batch_assets.spec.export_options import VALIDATION, ExportOptions
 from batch_assets.spec.exports import PushSpec
@@ -86,21 +87,33 @@ def _repository(repo: str, private: bool, branch: str) -> PushSpec:
 
 
 def export_declared_table(spec: GeneratedDatasetSpec, folder: Path, export: str, *, as_json: bool) -> None:
-    """Write an export of the dataset's defs.yaml, as its asset does. Raises CommandError, ExportError."""
+    """Write an export of the dataset's defs.yaml, as its asset does: while rounds of a `want` follow, nothing is pushed
+    or appended. Raises CommandError, ExportError.
+    """
     wanted = next((one for one in spec.exports if one.name == export), None)
     if wanted is None:
         names = ", ".join(one.name for one in spec.exports) or "none"
         raise CommandError(f"--declared {export[:80]}: expected an export of {spec.name} ({names})")
     store = DatasetStore(open_objects(settings.store_root()), spec.name)
+    specs = {name: one for name, (one, _) in known_datasets().items()} | {spec.name: spec}
     with Signals():
-        written = export_declared(store, wanted, base=folder, of=spec)
-    _print(written.record, written.files.root, written.pushed, as_json)
+        final = not rounds_follow(spec.name, store.objects, specs)
+        written = export_declared(store, wanted, base=folder, of=spec, final=final)
+    waits = not final and (wanted.appends or wanted.push is not None)
+    if waits and not as_json:
+        what = "appended" if wanted.appends else "pushed"
+        done = f"`batch-assets run {spec.name}` does it when enough are accepted"
+        print(f"{spec.name}: {export}: nothing is {what} while more rows are made (want); {done}", flush=True)
+        if wanted.appends:
+            return
+    _print(written.record, written.files.root, written.pushed, as_json, waits=waits)
 
 
-def _print(record: ExportRecord, to: str, pushed: Pushed | None, as_json: bool) -> None:
+def _print(record: ExportRecord, to: str, pushed: Pushed | None, as_json: bool, *, waits: bool = False) -> None:
+    """`waits`: for the last round of a `want`."""
     if as_json:
         told = {} if pushed is None else {"hub": {name: getattr(pushed, name) for name in ("repo", "branch", "commit")}}
-        print_json(record.model_dump(exclude={"checksum"}) | {"to": to} | told)
+        print_json(record.model_dump(exclude={"checksum"}) | {"to": to} | told | ({"waits": "want"} if waits else {}))
         return
     lines = _lines(record, to)
     if pushed is not None:

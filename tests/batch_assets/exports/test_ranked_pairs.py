@@ -103,6 +103,12 @@ def test_groups_that_say_nothing_and_rows_without_an_answer_make_no_pair(
     assert record.left_out == {"error": 1, "unpaired": 6}
 
 
+def test_pairs_may_carry_the_column_error_along(local_objects: Objects, tmp_path: Path) -> None:
+    table = ranked(local_objects, tmp_path, [("a", 1.0), ("a", 2.0)])
+    _, lines = pairs(local_objects, table, tmp_path / "export", kept=["error", "asked"])
+    assert [(line["error"], line["asked"]) for line in lines] == [(None, "a")]
+
+
 def test_a_rank_may_be_a_text_that_is_a_number(local_objects: Objects, tmp_path: Path) -> None:
     table = ranked(local_objects, tmp_path, [("a", " 10 "), ("a", "9.5")])
     _, lines = pairs(local_objects, table, tmp_path / "export")

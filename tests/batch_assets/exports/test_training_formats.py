@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batch_assets.exports.training_formats import LeftOut, record_of
-from batch_assets.spec.export_options import ExportError, Format, checked_options, is_validation
+from batch_assets.spec.export_options import BadOption, ExportError, Format, checked_options, is_validation
 
 KNOWN = (
     "row_id",
@@ -121,6 +121,42 @@ def test_a_prompt_that_is_a_text_makes_standard_records_and_one_message() -> Non
     pair = made("preference", mapping=["prompt=question", "chosen=output", "rejected=worse"])
     assert pair == {"prompt": "How?", "chosen": "Because.", "rejected": "No idea."}
     assert made("messages", mapping=["prompt=question"])["messages"][0] == {"role": "user", "content": "How?"}
+
+
+@pytest.mark.parametrize(
+    ("form", "name", "mapping"),
+    [
+        ("messages", "messages", []),
+        ("sharegpt", "conversations", []),
+        *(("alpaca", name, []) for name in ("instruction", "input", "system", "history")),
+        ("alpaca", "output", ["completion=worse"]),
+        ("prompt-completion", "completion", []),
+        ("prompt-completion", "prompt", ["prompt=question"]),
+        ("preference", "rejected", ["chosen=output", "rejected=worse"]),
+        ("preference", "chosen", ["chosen=chosen[best]", "rejected=worse"]),
+    ],
+)
+def test_a_column_called_like_a_field_of_the_format_is_not_lost_in_silence(
+    form: str, name: str, mapping: list[str]
+) -> None:
+    known = [*dict.fromkeys([*JUDGED, name])]
+    with pytest.raises(BadOption) as error:
+        checked_options(known, form, kept=["row_id", name], mapping=mapping)
+    said = f"--columns: expected columns that records of {form} do not have themselves ("
+    assert str(error.value).startswith(said) and f", found {name!r}; Leave it out" in str(error.value)
+    assert checked_options(known, "jsonl", kept=[name]).kept == (name,)
+
+
+def test_ranked_pairs_have_no_column_called_like_their_answers() -> None:
+    ranks = {"group_by": "topic", "rank_by": "row_id"}
+    with pytest.raises(BadOption, match="of preference do not have themselves"):
+        checked_options([*KNOWN, "chosen"], "preference", kept=["chosen"], **ranks)
+    assert checked_options(KNOWN, "preference", kept=["prompt"], **ranks).kept == ("prompt",)
+
+
+@pytest.mark.parametrize(("form", "name"), [("alpaca", "output"), ("prompt-completion", "prompt")])
+def test_a_column_that_a_record_holds_anyway_may_be_named(form: str, name: str) -> None:
+    assert made(form, kept=[name]) == made(form)
 
 
 def test_a_field_may_be_the_element_of_a_list_that_another_column_names() -> None:

@@ -11,7 +11,9 @@ import polars as pl
 import pytest
 import yaml
 from support.snapshots import commit
+from typer.testing import CliRunner
 
+from batch_assets.cli.main import app
 from batch_assets.component import spec_version
 from batch_assets.filtering.passed_table import SURPLUS, PassedStore, filtered, is_current
 from batch_assets.filtering.wanted_rows import Standing, rounds_follow, rows_to_come, standing, wanted_rows
@@ -260,6 +262,39 @@ def test_what_cannot_be_wanted_is_one_clear_error(keys: dict[str, Any], said: st
     with pytest.raises(SpecError) as error:
         declared(**keys)
     assert said in str(error.value) and "1 problem" in str(error.value)
+
+
+def test_the_command_neither_pushes_nor_appends_an_export_between_rounds(
+    rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATCH_ASSETS_STORE", str(tmp_path / "store"))
+    monkeypatch.setenv("BATCH_ASSETS_DEFS", str(tmp_path / "defs"))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens: a push would fail
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "x" * 20)
+    exports = [
+        {"name": "hub", "format": "messages", "push": {"repo": "my-org/sums"}},
+        {"name": "delta", "format": "delta", "mode": "append", "to": str(tmp_path / "delta")},
+    ]
+    spec = declared(exports=exports)
+    (tmp_path / "defs" / "sums").mkdir(parents=True)
+    document = {"type": "batch_assets.GeneratedDataset", "attributes": spec.model_dump(mode="json", exclude_unset=True)}
+    (tmp_path / "defs" / "sums" / "defs.yaml").write_text(yaml.safe_dump(document))
+    rounds.write(2000, lambda n: n % 4 == 0)
+    rounds.read(spec)
+    assert rounds.make(spec).grows
+
+    def exported(name: str, *more: str) -> str:
+        found = CliRunner().invoke(app, ["export", "sums", "--declared", name, *more])
+        assert found.exit_code == 0, found.output
+        return found.stdout
+
+    said = exported("hub")
+    assert said.startswith("sums: hub: nothing is pushed while more rows are made (want); `batch-assets run sums` does")
+    assert "rows exported" in said and list((tmp_path / "store" / "sums" / "exports" / "hub").glob("*/train*"))
+    assert "sums: delta: nothing is appended while" in exported("delta")
+    assert json.loads(exported("delta", "--json"))["waits"] == "want" and not (tmp_path / "delta").exists()
+    rounds.until_done(spec)
+    assert "nothing is" not in exported("delta") and (tmp_path / "delta" / "_delta_log").is_dir()
 
 
 def chained(folder: Path, **scores: Any) -> list[str]:
