@@ -22,6 +22,7 @@ from pathlib import Path
 import dagster as dg
 import yaml
 
+from batch_assets.local_dagster import first_daemon, first_server
 from batch_assets.local_dagster.dagster_client import DagsterClient
 from batch_assets.local_dagster.home import StackAddress, prepare_home
 from batch_assets.local_dagster.stack import Stack
@@ -59,6 +60,9 @@ def declare(folder: Path, count: int) -> None:
         (folder / name / "defs.yaml").write_text(yaml.safe_dump(document))
 
 
+FORKED = {first_server.NAME: "code server (definitions)", first_daemon.NAME: "daemon"}  # by their own name
+
+
 def processes(home: Path) -> Iterator[tuple[int, str, float]]:
     """Process id, name and processor seconds so far (user and system) of every process of the home's stack."""
     mark, tick = f"DAGSTER_HOME={home}".encode(), os.sysconf("SC_CLK_TCK")
@@ -69,14 +73,17 @@ def processes(home: Path) -> Iterator[tuple[int, str, float]]:
             if mark not in (entry / "environ").read_bytes().split(b"\0"):
                 continue
             command = (entry / "cmdline").read_bytes().decode().split("\0")
+            name = (entry / "comm").read_text().strip()
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
         except (OSError, UnicodeDecodeError):
             continue
-        yield int(entry.name), name_of(command), (int(fields[11]) + int(fields[12])) / tick
+        yield int(entry.name), name_of(name, command), (int(fields[11]) + int(fields[12])) / tick
 
 
-def name_of(command: list[str]) -> str:
-    """Which part of the stack a command line is."""
+def name_of(name: str, command: list[str]) -> str:
+    """Which part of the stack a process of this name and command line is."""
+    if name in FORKED:
+        return FORKED[name]
     if "gpu_runner.providers.process_guard" in command:
         return "guards"
     if {"api", "grpc"} <= set(command):

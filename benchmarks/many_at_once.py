@@ -50,6 +50,7 @@ from batch_assets.local_dagster.stack import Stack
 from batch_assets.local_dagster.worker_template import WORKER
 from batch_assets.publishing.published_table import published_table
 from batch_assets.tags import PUBLISH_TAG, RANGE_START_TAG, REFRESH_TAG
+from benchmarks import scale
 from benchmarks.front_door import ENDED, created, wait_up
 from benchmarks.postgres import PostgresServer, postgres, why_not
 from benchmarks.scale import sensor_ticks, write_source
@@ -84,7 +85,7 @@ ROLES = {
     "gpu_runner.providers.machine_host": "machines",
     "batch_assets.cli.main": "service",
 }
-NAMES = {WORKER[:15]: "run workers", "definitions": "code server (definitions)", "worker-template": "worker template"}
+NAMES = {WORKER[:15]: "run workers"} | scale.FORKED
 
 
 @dataclass

@@ -35,10 +35,11 @@ import yaml
 
 from batch_assets import settings
 from batch_assets.catalog import ledger
+from batch_assets.local_dagster import first_daemon, first_server
 from batch_assets.local_dagster.dagster_client import DagsterClient
 from batch_assets.local_dagster.home import StackAddress, prepare_home
 from batch_assets.local_dagster.stack import Stack
-from batch_assets.local_dagster.worker_template import WORKER
+from batch_assets.local_dagster.worker_template import TEMPLATE, WORKER
 from batch_assets.publishing.published_table import PublishedTable, published_table
 from batch_assets.tags import PUBLISH_TAG
 from benchmarks.postgres import PostgresServer, postgres, why_not
@@ -57,6 +58,11 @@ ROLES = {
     "batch_assets.local_dagster.definitions_server": "code server (definitions)",
     "gpu_runner.simulator": "engine",
     "bin/postgres": "postgres (largest process)",
+}
+FORKED = {  # processes with the command line of the code server, by their own name
+    first_daemon.NAME: "daemon",
+    first_server.NAME: "code server (definitions)",
+    TEMPLATE: "worker template",
 }
 
 
@@ -97,17 +103,20 @@ class Watcher:
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error, OSError):
                 if process.pid not in self._role:
-                    self._role[process.pid] = _role(process, phase)
+                    self._role[process.pid] = role_of(process, phase)
                 if role := self._role[process.pid]:
                     self.usage.setdefault(role, Usage()).note(process)
 
 
-def _role(process: psutil.Process, phase: str) -> str | None:
+def role_of(process: psutil.Process, phase: str) -> str | None:
+    """Which part of a stack a process is; None for guards and others. Raises psutil.Error when it has ended."""
     command = " ".join(process.cmdline())
     if "gpu_runner.providers.process_guard" in command:
         return None
     if process.name() == WORKER:
         return f"run worker: {phase}"
+    if process.name() in FORKED:
+        return FORKED[process.name()]
     return next((role for words, role in ROLES.items() if words in command), None)
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 import dagster as dg
 import yaml
 
-from batch_assets.local_dagster import first_server
+from batch_assets.local_dagster import first_daemon, first_server
 from batch_assets.local_dagster.worker_template import TEMPLATE, WORKER
 from resources.fleet.fleet_config import FleetConfig
 
@@ -52,6 +52,12 @@ PARTS = {  # of a stack, by a word of its command line
     "gpu_runner.providers.machine_host.daemon": "simulated machines",
     "gpu_runner.simulator": "simulated machines",
     "run": "command",
+}
+FORKED = {  # by their own name: they have the command line of what they were forked from
+    first_server.NAME: "definitions server",
+    first_daemon.NAME: "daemon",
+    TEMPLATE: TEMPLATE,
+    WORKER: WORKER,
 }
 
 
@@ -105,10 +111,8 @@ class Watch:
 
 def name_of(name: str, command: Sequence[str]) -> str:
     """Which part of the stack a process of this name and command line is."""
-    if name == first_server.NAME:
-        return "definitions server"
-    if name in (TEMPLATE, WORKER):
-        return name
+    if name in FORKED:
+        return FORKED[name]
     if "multiprocessing.resource_tracker" in " ".join(command):
         return "resource tracker"
     return next((part for word, part in PARTS.items() if word in command), "others")

@@ -152,9 +152,8 @@ class Meter:
         found = {"seconds": round(self.seconds)}
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                words = " ".join(process.cmdline())
-                role = next((role for marked, role in scale.ROLES.items() if marked in words), None)
-                if role is not None and process.name() != WORKER:
+                role = scale.role_of(process, WORKER)
+                if role is not None and WORKER not in role:
                     found[role] = max(found.get(role, 0), process.memory_info().rss // 2**20)
         return found
 

@@ -1,8 +1,9 @@
 """The code server: `python -m batch_assets.local_dagster.code_server start -s SOCKET …`, options as in `dagster`.
 
 Dagster's code server is a proxy before a server of its own, which it starts as a process and starts anew when the code
-is reloaded. Four things are added. That server is ours, which forks its run workers (definitions_server.py). The
-first one is a fork of this process, so that Dagster is imported once for both (first_server.py). Its
+is reloaded. Five things are added. That server is ours, which forks its run workers (definitions_server.py). The
+first one is a fork of this process, so that Dagster is imported once for both (first_server.py), and so is the first
+daemon of the stack (first_daemon.py). Its
 socket lies beside ours, in a folder that only our user may enter; by default it lies in the folder of temporary files.
 And when that server is killed, the proxy ends too, so that it is started again: otherwise it would answer every request
 with an error for ever (dagster/_grpc/proxy_server.py).
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from batch_assets.dagster_internals.code_server import serve_definitions_by
 from batch_assets.dagster_internals.process_end import run_process
-from batch_assets.local_dagster import definitions_server, first_server, worker_template
+from batch_assets.local_dagster import definitions_server, first_daemon, first_server, worker_template
 from batch_assets.local_dagster.first_server import FirstServer
 from batch_assets.local_dagster.worker_template import TemplateError
 
@@ -27,13 +28,19 @@ KILLED = (os.CLD_KILLED, os.CLD_DUMPED)
 STEP_SECONDS = 1.0
 
 
-def end_with_server() -> None:
-    """Wait until a child is killed, then end this process. A child that ends by itself was replaced or has failed."""
+def end_with_server(daemon: int | None) -> None:
+    """Wait until a server is killed, then end this process. One that ends by itself was replaced or has failed.
+
+    `daemon`: process id of a child that is none.
+    """
     while True:
         try:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
         except ChildProcessError:
             ended = None
+        if ended is not None and ended.si_pid == daemon:
+            os.waitpid(daemon, 0)
+            continue
         if ended is not None and ended.si_code in KILLED:
             os._exit(1)
         time.sleep(STEP_SECONDS)  # none yet, or an ended one that Dagster has not collected yet
@@ -41,15 +48,22 @@ def end_with_server() -> None:
 
 def main() -> None:
     """Serve until the end."""
+    listener = None
     if "-s" in sys.argv:
-        tempfile.tempdir = str(Path(sys.argv[sys.argv.index("-s") + 1]).parent)
+        folder = Path(sys.argv[sys.argv.index("-s") + 1]).parent
+        tempfile.tempdir = str(folder)
+        listener = first_daemon.listen(folder)
+    first: FirstServer | None = None
+    daemon: int | None = None
     try:
         worker_template.import_modules()
-        first: FirstServer | None = first_server.fork(definitions_server.main)
+        first = first_server.fork(definitions_server.main)
+        daemon = first_daemon.fork(listener) if listener else None
     except TemplateError as error:  # another build of a library starts threads, say: slower, and no reason to stop
-        first = None
         sys.stderr.write(f"the server of definitions is started from nothing: {error}\n")
-    threading.Thread(target=end_with_server, name="code-server-watch", daemon=True).start()
+    if listener:
+        listener.close()
+    threading.Thread(target=end_with_server, args=(daemon,), name="code-server-watch", daemon=True).start()
     from batch_assets.dagster_internals import run_code_server_command
 
     serve_definitions_by("batch_assets.local_dagster.definitions_server", first)

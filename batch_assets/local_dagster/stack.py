@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from batch_assets import file_permissions, settings
+from batch_assets.local_dagster import first_daemon
 from batch_assets.local_dagster.clock_setback import set_back_meanwhile, wake_sensors
 from batch_assets.local_dagster.home import (
     LOGS,
@@ -95,14 +96,13 @@ class Stack:
         self._mark: StackMark | None = None
         self._stop = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="stack", daemon=True)
-        workspace = str(home / "workspace.yaml")
-        self._server = _Child("code-server", [])
-        self._webserver = _Child(
-            "webserver", _dagster("batch_assets.webserver.server", f"--port {self.port} --workspace", workspace)
-        )
+        self._workspace = home / "workspace.yaml"
+        self._server, self._daemon = _Child("code-server", []), _Child("daemon", [])
+        webserver = ["batch_assets.webserver.server", "--port", str(self.port), "--workspace", str(self._workspace)]
+        self._webserver = _Child("webserver", [sys.executable, "-m", *webserver])
         self._children = [
             self._server,
-            _Child("daemon", _dagster("batch_assets.dagster_internals.daemon", "--workspace", workspace)),
+            self._daemon,
             self._webserver,
             *([_Child("serve", [*service])] if service else []),
         ]
@@ -137,7 +137,7 @@ class Stack:
         prepare_store()
         socket = str(self._mark.socket)
         location = {"grpc_server": {"socket": socket, "location_name": "batch_assets"}}
-        (self.home / "workspace.yaml").write_text(json.dumps({"load_from": [location]}) + "\n")
+        self._workspace.write_text(json.dumps({"load_from": [location]}) + "\n")
         options = [
             "start",
             "-s",
@@ -150,6 +150,9 @@ class Stack:
             str(settings.PROJECT),
         ]
         self._server.command = [sys.executable, "-m", "batch_assets.local_dagster.code_server", *options]
+        daemon = [str(self._mark.socket.with_name(first_daemon.ADDRESS)), "batch_assets.dagster_internals.daemon"]
+        daemon += ["--workspace", str(self._workspace)]
+        self._daemon.command = [sys.executable, "-m", "batch_assets.local_dagster.first_daemon", *daemon]
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
@@ -234,7 +237,7 @@ class Stack:
 
         with dg.DagsterInstance.from_config(str(self.home)) as instance:
             try:
-                return launch(instance, self.home / "workspace.yaml", (LOCATION, REPOSITORY), job, tags, run_config)
+                return launch(instance, self._workspace, (LOCATION, REPOSITORY), job, tags, run_config)
             except NotReached:
                 return None
             except LocationError as error:
@@ -293,16 +296,15 @@ class Stack:
     def _clock_set_back(self, seconds: float) -> None:
         """Sensors and the run queue would wait until it is as late again (`clock_setback.py`)."""
         sys.stderr.write(f"the clock was set back by {-seconds:.0f} s: Dagster's daemon is started again\n")
-        daemon = next(child for child in self._children if child.name == "daemon")
-        _close(daemon)
-        _end(daemon)
+        _close(self._daemon)
+        _end(self._daemon)
         try:
             wake_sensors(self.home)
         except Exception as error:
             sys.stderr.write(f"sensors may wait for {-seconds:.0f} s: {type(error).__name__}: {error}\n")
         if not self._stop.is_set():
-            del daemon.starts[-1:]  # it did not die by itself
-            self._restart(daemon)
+            del self._daemon.starts[-1:]  # it did not die by itself
+            self._restart(self._daemon)
 
     def _restart(self, child: _Child) -> None:
         """Start it again once nothing of it is left: of two daemons, each would give a lost run a retry."""
@@ -331,10 +333,6 @@ def _locked(home: Path) -> IO[str]:
                 lock.close()
                 raise StackError(f"Dagster already runs on {home}; end it first, or use another DAGSTER_HOME") from None
             time.sleep(0.05)
-
-
-def _dagster(module: str, options: str, *words: str) -> list[str]:
-    return [sys.executable, "-m", module, *options.split(), *words]
 
 
 def _close(child: _Child) -> None:

@@ -17,7 +17,7 @@ import yaml
 from support.processes import command_line, environment, runs
 from support.timing import PATIENCE, SOAK
 
-from batch_assets.local_dagster import first_server
+from batch_assets.local_dagster import first_daemon, first_server
 from batch_assets.local_dagster.worker_template import TEMPLATE, WORKER
 from e2e.command_line import NAME, SPEC, Command, CommandProject, site
 from e2e.harness import Simulator, eventually
@@ -48,7 +48,7 @@ KILLS = {
     "webserver's guard": 2,
     "run worker": 4,
 }
-FORKED = (TEMPLATE, WORKER)  # from the definitions server, with its command line
+FORKED = (TEMPLATE, WORKER, first_daemon.NAME)  # with the command line of the code server, or of what it started
 FIRST = first_server.NAME  # forked from the code server, with its command line
 SERVER = "batch_assets.local_dagster.definitions_server"
 CHILDREN = {

@@ -6,6 +6,7 @@ import inspect
 import json
 import multiprocessing
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -94,3 +95,20 @@ def test_a_run_is_created_as_dagsters_own_command_does_it():
     assert list(inspect.signature(job._create_run).parameters)[:6] == [
         "instance", "code_location", "remote_repo", "remote_job", "run_config", "tags",
     ]  # fmt: skip
+
+
+IN_USE = (
+    "import sys\n"
+    "from batch_assets.dagster_internals import code_server\n"
+    "from dagster.components.core import package_entry\n"
+    "for _ in range(2):\n"
+    "    code_server.leave_out_component_types()\n"
+    "print(*(key.to_typename() for key in package_entry.discover_entry_point_package_objects()))\n"
+    "assert 'dagster_aws' not in sys.modules\n"
+)
+
+
+def test_components_in_use_have_their_names_and_no_others_are_imported():
+    done = subprocess.run([sys.executable, "-c", IN_USE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "dagster.DefsFolderComponent" in done.stdout.split()

@@ -27,7 +27,7 @@ PROXY = (
     "import subprocess, sys, threading, time\n"
     "from batch_assets.local_dagster.code_server import end_with_server\n"
     "server = subprocess.Popen(['sleep', sys.argv[1]])\n"
-    "threading.Thread(target=end_with_server, daemon=True).start()\n"
+    "threading.Thread(target=end_with_server, args=(None,), daemon=True).start()\n"
     "print(server.pid, flush=True)\n"
     "time.sleep(300)\n"
 )

@@ -79,14 +79,16 @@ def test_the_template_has_the_code_of_workers_but_no_dataset_and_has_started_no_
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "defs.yaml").write_text("type: [")
     code = (
-        "from batch_assets.local_dagster import worker_template; import os, sys\n"
+        "from batch_assets.local_dagster import worker_template; import gc, os, sys\n"
         "worker_template.import_modules()\n"
-        "print(worker_template.threads(), os.environ.get('OPENBLAS_NUM_THREADS'), *sorted(sys.modules))\n"
+        "values = worker_template.threads(), gc.collect(), os.environ.get('OPENBLAS_NUM_THREADS')\n"
+        "print(*values, *sorted(sys.modules))\n"
     )
     environment = {**os.environ, "BATCH_ASSETS_DEFS": str(tmp_path), "OPENBLAS_NUM_THREADS": "7"}
     found = subprocess.check_output([sys.executable, "-W", "ignore", "-c", code], text=True, env=environment)
-    threads, of_workers, *names = found.split()
+    threads, garbage, of_workers, *names = found.split()
     assert (threads, of_workers) == ("1", "7")
+    assert int(garbage) < 1000
     assert {"batch_assets.definitions", "batch_assets.generation.op", "pyarrow"} <= {*names}
     assert not {"polars", "fastapi", "boto3"} & {*names}, "import it in the function that uses it"
 
