@@ -1,6 +1,7 @@
 """Pairs for preference training out of ranked lines: of each group the best and the worst answer.
 
-Lines of a group may lie anywhere in the table. Only numbers of lines are grouped, in DuckDB, which uses the disk where
+Both answer one prompt: lines of a group with different prompts are groups of their own. Lines of a group may lie
+anywhere in the table. Only numbers of lines are grouped, in DuckDB, which uses the disk where
 memory ends; texts lie in a file beside, and are fetched for the lines that were chosen, some megabytes at a time.
 """
 
@@ -57,12 +58,14 @@ class RankedPairs:
         if options.split_by is not None:
             split = lines.column(options.split_by).to_pylist()
             sides = [is_validation(value, options.validation) for value in split]
-        groups = [_digest(value, side) for value, side in zip(values, sides, strict=True)]
+        prompts = lines.column(options.columns["prompt"])
+        asked = [_said(prompt, system=options.system) for prompt in prompts.to_pylist()]
+        groups = [_digest(*one) for one in zip(values, asked, sides, strict=True)]
         named = pa.array([value is not None and value == value for value in values], pa.bool_())
         ranks_of_lines = _numbers(lines.column(options.rank_by), str(options.rank_by))
         others = [*options.kept, *([options.split_by] if options.split_by is not None else [])]
         texts = pa.table(
-            {"prompt": lines.column(options.columns["prompt"]), "answer": lines.column(options.columns["completion"])}
+            {"prompt": prompts, "answer": lines.column(options.columns["completion"])}
             | {f"kept_{name}": lines.column(name) for name in dict.fromkeys(others)}
         ).combine_chunks()
         ranks = pa.table(
@@ -127,9 +130,17 @@ class RankedPairs:
         return pa.Table.from_batches(parts).take(pa.array(np.argsort(order)))
 
 
-def _digest(value: Any, side: bool) -> bytes:
-    """Of the value of a group, which may be a long text, and of whether the line is for validation."""
-    return hashlib.blake2b(f"{side:d} {value!r}".encode(errors="surrogatepass"), digest_size=16).digest()
+def _said(prompt: Any, *, system: bool) -> Any:
+    """A prompt as the record has it: an answer to another one is no worse answer to this one."""
+    if system or not isinstance(prompt, list):
+        return prompt
+    return [one for one in prompt if not isinstance(one, dict) or one.get("role") not in ("system", "developer")]
+
+
+def _digest(value: Any, asked: Any, side: bool) -> bytes:
+    """Of the value of a group, which may be a long text, the prompt, and whether the line is for validation."""
+    said = f"{side:d} {value!r} {asked!r}"
+    return hashlib.blake2b(said.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 def _numbers(column: pa.ChunkedArray, name: str) -> pa.ChunkedArray:

@@ -80,7 +80,8 @@ class ExportSpec(Strict):
         default=None, description="Column whose equal values stay on one side. Default: the prompt."
     )
     group_by: Column | None = Field(
-        default=None, description="preference: column whose equal values are answers to one question."
+        default=None,
+        description="preference: column whose equal values are answers to one question. A pair has one prompt.",
     )
     rank_by: Column | None = Field(
         default=None, description="preference: numbers; of a group the highest is chosen, the lowest rejected."

@@ -33,7 +33,7 @@ _WHY = {
     "no_prompt": "have no prompt",
     "equal": "have two equal answers",
     "no_element": "have a list without an element of that number",
-    "unpaired": "are neither the best nor the worst of a ranked group",
+    "unpaired": "are neither the best nor the worst answer to a prompt of a ranked group",
     "turns": "are conversations that Alpaca's form cannot hold",
 }
 

@@ -103,6 +103,25 @@ def test_groups_that_say_nothing_and_rows_without_an_answer_make_no_pair(
     assert record.left_out == {"error": 1, "unpaired": 6}
 
 
+def test_no_pair_has_answers_to_two_prompts(tmp_path: Path) -> None:
+    known = ["prompt", "output", "topic", "score", "question"]
+
+    def made(name: str, **options: Any) -> list[tuple[Any, str, str]]:
+        (tmp_path / name).mkdir()
+        wanted = checked_options(known, "preference", group_by="topic", rank_by="score", **options)
+        found = ranked_pairs.RankedPairs(wanted, tmp_path / name)
+        for score, (system, user) in enumerate([("a", "x"), ("a", "y"), ("b", "x"), ("a", "x"), ("b", "y")]):
+            prompt = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+            line = {"prompt": prompt, "output": str(score), "topic": "tea", "score": score, "question": user}
+            found.add(pa.Table.from_pylist([line]))
+        lines = [line for _, table in found.tables() for line in table.to_pylist()]
+        return [(line["prompt"], line["chosen"], line["rejected"]) for line in lines]
+
+    assert [one[1:] for one in made("whole")] == [("3", "0")]
+    assert [one[1:] for one in made("no-system", system=False)] == [("3", "0"), ("4", "1")]
+    assert made("question", mapping=["prompt=question"]) == [("x", "3", "0"), ("y", "4", "1")]
+
+
 def test_pairs_may_carry_the_column_error_along(local_objects: Objects, tmp_path: Path) -> None:
     table = ranked(local_objects, tmp_path, [("a", 1.0), ("a", 2.0)])
     _, lines = pairs(local_objects, table, tmp_path / "export", kept=["error", "asked"])
@@ -146,9 +165,9 @@ def test_pairs_of_large_answers_are_fetched_few_at_a_time(tmp_path: Path, monkey
     draw = random.Random(3)
     for part in range(20):
         rows = [
-            {"asked": f"q{draw.randrange(90)}", "score": draw.random(), "row_id": f"{part}-{number}"}
-            | {"prompt": [{"role": "user", "content": "p" * draw.randrange(1000)}], "output": "x" * (100_000 * number)}
-            for number in range(8)
+            {"asked": f"q{group}", "score": draw.random(), "row_id": f"{part}-{number}"}
+            | {"prompt": [{"role": "user", "content": "p" * 10 * group}], "output": "x" * (100_000 * number)}
+            for number, group in enumerate(draw.choices(range(90), k=8))
         ]
         found.add(pa.Table.from_pylist(rows))
     tables = list(found.tables())
