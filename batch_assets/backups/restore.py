@@ -21,6 +21,7 @@ import sqlalchemy as sa
 from batch_assets.api.database import migrations as api_versions
 from batch_assets.backups.copies import columns_of, driver_error, named
 from batch_assets.backups.databases import API, DAGSTER, FLEET, Databases, PostgresDatabase, TableGroup
+from batch_assets.dagster_internals import storages
 from batch_assets.local_dagster.home import UNFINISHED_RESTORE
 from gpu_runner.fleet_database import migrations as fleet_versions
 from resources.backups.archive import BackupError, BackupManifest, Member
@@ -119,7 +120,7 @@ def install(manifest: BackupManifest, members: list[Member], staged: Path, found
             for group in server.groups:
                 _fill(connection, group, versions.get(group.name, ""), tables, staged)
     if found.dagster is not None:
-        for file in found.dagster.shards.glob("*.db*"):
+        for file in sorted(found.dagster.shards.glob("*.db*")):  # each before what its writer left beside it
             file.unlink()
     for member in members:
         if member.columns is None:
@@ -130,12 +131,18 @@ def install(manifest: BackupManifest, members: list[Member], staged: Path, found
 
 
 def _put(file: Path, place: Path) -> None:
-    """Replace a database file. What its writer left beside the one before must not be read with the new one."""
+    """Replace a database file. What its writer left beside the one before must not be read with the new one.
+
+    That one is deleted first: without its log it may be no database, and a restore that is begun anew could not open
+    it. Of a log without a database SQLite makes an empty one.
+    """
     place.parent.mkdir(parents=True, exist_ok=True)
-    for suffix in ("-wal", "-shm", "-journal"):
-        place.with_name(place.name + suffix).unlink(missing_ok=True)
     beside = place.with_name(f"{place.name}.restored")
     shutil.copyfile(file, beside)
+    with beside.open("rb") as copied:
+        os.fsync(copied.fileno())
+    for suffix in ("", "-wal", "-shm", "-journal"):
+        place.with_name(place.name + suffix).unlink(missing_ok=True)
     beside.replace(place)
     file.unlink()
 
@@ -191,6 +198,7 @@ def _set_sequences(cursor: Any, table: str, columns: list[str]) -> None:
 
 def make_dagster_tables(instance: dg.DagsterInstance) -> None:
     """Dagster makes its tables when they are asked for."""
+    storages.make_missing_tables(instance)
     instance.get_runs_count()
     instance.all_asset_keys()
     instance.all_instigator_state()

@@ -15,6 +15,8 @@ from dagster._core.storage.schedules.schema import ScheduleStorageSqlMetadata
 from dagster._core.storage.schedules.sqlite.sqlite_schedule_storage import SqliteScheduleStorage
 
 VERSION_TABLE = "alembic_version"
+_GROUPS = (RunStorageSqlMetadata, SqlEventLogStorageMetadata, ScheduleStorageSqlMetadata)
+_LIVING = ("runs", "event_logs")  # they hold something as soon as anything was done
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,5 +51,34 @@ def postgres_urls(instance: dg.DagsterInstance) -> list[str]:
 
 def storage_tables() -> list[str]:
     """Names of all tables of Dagster's storage, each after those that it refers to."""
-    groups = (RunStorageSqlMetadata, SqlEventLogStorageMetadata, ScheduleStorageSqlMetadata)
-    return list(dict.fromkeys(table.name for group in groups for table in group.sorted_tables))
+    return list(dict.fromkeys(table.name for group in _GROUPS for table in group.sorted_tables))
+
+
+def make_missing_tables(instance: dg.DagsterInstance) -> None:
+    """Make the tables that a Postgres of Dagster lacks, where it holds nothing yet.
+
+    Dagster makes them one after the other, each in a transaction of its own, and not at all where one of them is there:
+    a process that was killed meanwhile leaves a database that it cannot use, nor mend.
+    """
+    for url in postgres_urls(instance):
+        with sa.create_engine(url, poolclass=sa.NullPool).begin() as connection:
+            there = {*sa.inspect(connection).get_table_names()}
+            wanted = {*storage_tables(), VERSION_TABLE}
+            if not there & wanted or any(name in there and _has_lines(connection, name) for name in _LIVING):
+                continue
+            if wanted - there or not _has_lines(connection, VERSION_TABLE):
+                _make_all(connection)
+
+
+def _has_lines(connection: sa.Connection, table: str) -> bool:
+    return connection.exec_driver_sql(f'SELECT 1 FROM "{table}" LIMIT 1').first() is not None
+
+
+def _make_all(connection: sa.Connection) -> None:
+    from dagster._core.storage.sql import stamp_alembic_rev
+    from dagster_postgres.schedule_storage import schedule_storage
+    from dagster_postgres.utils import pg_alembic_config
+
+    for group in _GROUPS:
+        group.create_all(connection)
+    stamp_alembic_rev(pg_alembic_config(schedule_storage.__file__), connection)

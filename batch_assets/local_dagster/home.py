@@ -93,7 +93,10 @@ def ensure_storage(home: Path) -> None:
             return
         import dagster as dg
 
+        from batch_assets.dagster_internals.storages import make_missing_tables
+
         with _synced_at_the_end(home), dg.DagsterInstance.from_config(str(home)) as instance:
+            make_missing_tables(instance)
             instance.get_runs_count()
             instance.all_asset_keys()
             instance.all_instigator_state()

@@ -53,11 +53,11 @@ class DatasetProject:
 
     @property
     def resources(self) -> dict[str, Any]:
-        return {"store": BatchStore(root=str(self.folder / "store")), "fleet": self.fleet}
+        return {"store": BatchStore(root=self.store.objects.root), "fleet": self.fleet}
 
     def tick(self, sensor: str) -> SensorExecutionData:
         """One evaluation of a sensor, by a new process."""
-        store = BatchStore(root=str(self.folder / "store"))
+        store = BatchStore(root=self.store.objects.root)
         whole = dg.Definitions.merge(self.definitions, platform(self.definitions, self.specs, store, self.fleet))
         repository = whole.get_repository_def()
         with dg.build_sensor_context(self.instance, repository_def=repository, resources=whole.resources) as context:

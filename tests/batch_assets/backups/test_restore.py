@@ -6,7 +6,9 @@ import contextlib
 import json
 import shutil
 import sqlite3
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,9 +16,11 @@ import dagster as dg
 import pytest
 import sqlalchemy as sa
 from dagster._core.test_utils import create_run_for_test
+from support import killed_restore
 from support.dataset_project import BATCH, DatasetProject
 from support.fleet_databases import OFFER
 from support.simulated_engine import SimulatedEngine, simulated_engine
+from support.timing import PATIENCE
 from typer.testing import CliRunner, Result
 
 from batch_assets import settings
@@ -25,6 +29,7 @@ from batch_assets.catalog import ledger
 from batch_assets.cli.backup_commands import restore_command
 from batch_assets.cli.main import app
 from batch_assets.component import dataset_definitions
+from batch_assets.local_dagster.home import ensure_storage
 from batch_assets.publishing.verify import ledger_of_reports, verify
 from batch_assets.request_status.dataset_status import Observer
 from batch_assets.spec.models import load_spec
@@ -32,7 +37,7 @@ from batch_assets.tags import REFRESH_TAG
 from gpu_runner.fleet_database.database import FleetDatabase
 from resources.backups.archive import BackupManifest, backups, path_of
 from resources.fleet.resource import GpuFleet
-from resources.objects.opening import open_objects
+from resources.objects.opening import Objects, open_objects
 from resources.store.dataset_store import DatasetStore
 
 ON_BOTH = pytest.mark.parametrize("home", ["sqlite", pytest.param("postgres", marks=pytest.mark.slow)], indirect=True)
@@ -242,6 +247,110 @@ def test_a_restore_that_is_killed_is_done_again(lost: Lost, monkeypatch: pytest.
     assert lost.asked() == 3 * BATCH
 
 
+@ON_BOTH
+@pytest.mark.slow
+@pytest.mark.parametrize("living", [False, True], ids=["lost", "living"])
+def test_kill_9_at_a_dozen_moments_of_a_restore_leaves_nothing_half(lost: Lost, living: bool) -> None:
+    """Each try goes further than the one before, and finds what that has left."""
+    site = half_done(lost)
+    command("backup")
+    generate(site, "00002", "00002")
+    spent = site.fleet_db.spend("d").usd
+    if living:
+        lost.close()
+    else:
+        lost.lose()
+    tries = [sys.executable, killed_restore.__file__, "17", "--overwrite"]
+    done = subprocess.run(tries, capture_output=True, text=True, timeout=PATIENCE * 300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    last = done.stdout.splitlines()[-1]
+    print(last)
+    killed = int(last.split()[1].rstrip(","))
+    assert killed >= 10 and last.endswith("then 0"), done.stderr[-3000:]
+    assert not [path for path in lost.home.rglob("*") if "restor" in path.name]
+    for file in lost.home.rglob("*.db"):
+        with contextlib.closing(sqlite3.connect(file)) as connection:
+            assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",), file
+    assert lost.asked() == 3 * BATCH
+    site = lost.open()
+    assert {*ledger.ledger_versions(site.instance, "d")} == {"00000", "00001", "00002"}
+    assert site.fleet_db.spend("d").usd == pytest.approx(spent, rel=0.01)
+    generate(site, "00000", "00003")
+    assert lost.asked() == ROWS
+    for name in ("dataset", "dead_letters"):
+        assert site.materialize(name).success
+    seen = Observer(site.instance, site.fleet_db, site.store)
+    assert verify(site.store, ledger_of_reports(seen.reports())).differences == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("home", ["postgres"], indirect=True)
+def test_tables_that_a_killed_process_left_half_made_are_made(instance: dg.DagsterInstance, home: Path) -> None:
+    engine = sa.create_engine(settings.fleet_database(), poolclass=sa.NullPool)
+    with engine.begin() as connection:
+        connection.exec_driver_sql("DROP TABLE asset_keys, secondary_indexes, instigators, alembic_version")
+    ensure_storage(home)
+    assert instance.all_asset_keys() == [] and not instance.all_instigator_state()
+    instance.report_runless_asset_event(dg.AssetMaterialization("a"))
+    with engine.begin() as connection:
+        assert connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar_one()
+
+
+def whole(place: Path) -> bool:
+    try:
+        with contextlib.closing(sqlite3.connect(place)) as connection:
+            return connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    except sqlite3.DatabaseError:
+        return False
+
+
+def half_checkpointed(folder: Path) -> Path:
+    """A database as `kill -9` leaves it while its log is being written into it: it is none without the log."""
+    made, left = folder / "made.db", folder / "left.db"
+    with contextlib.closing(sqlite3.connect(made, isolation_level=None)) as writer:
+        writer.execute("PRAGMA journal_mode=WAL")
+        writer.execute("PRAGMA wal_autocheckpoint=0")
+        writer.execute("CREATE TABLE t (a TEXT)")
+        writer.executemany("INSERT INTO t VALUES (?)", [("x" * 900,) for _ in range(100)])
+        writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        before = made.read_bytes()
+        writer.execute("CREATE INDEX i ON t (a)")
+        writer.execute("DELETE FROM t WHERE rowid % 2")
+        shutil.copyfile(f"{made}-wal", f"{left}-wal")
+        writer.execute("PRAGMA wal_checkpoint(FULL)")
+        half = len(before) // 2 // 4096 * 4096
+        left.write_bytes(made.read_bytes()[:half] + before[half:])
+    alone = folder / "alone.db"
+    shutil.copyfile(left, alone)
+    assert not whole(alone)
+    return left
+
+
+@pytest.mark.parametrize("moment", range(1, 7))
+def test_a_file_that_is_put_back_is_at_no_moment_without_the_log_that_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int
+) -> None:
+    new, place, calls = tmp_path / "new.db", half_checkpointed(tmp_path), list[str]()
+    with contextlib.closing(sqlite3.connect(new)) as connection:
+        connection.execute("CREATE TABLE new (a)")
+
+    def killed(real: Callable[..., object]) -> Callable[..., object]:
+        def at_its_moment(path: Path, *given: object, **more: object) -> object:
+            calls.append(path.name)
+            if len(calls) == moment:
+                raise KeyboardInterrupt
+            return real(path, *given, **more)
+
+        return at_its_moment
+
+    with monkeypatch.context() as patch:
+        for name in ("unlink", "replace"):
+            patch.setattr(Path, name, killed(getattr(Path, name)))
+        with pytest.raises(KeyboardInterrupt):
+            restore._put(new, place)
+    assert len(calls) == moment and whole(place), calls
+
+
 @pytest.mark.slow
 def test_a_backup_of_another_kind_of_database_is_refused(lost: Lost, monkeypatch: pytest.MonkeyPatch) -> None:
     half_done(lost)
@@ -266,6 +375,22 @@ def test_which_backup_is_meant_must_be_clear(lost: Lost) -> None:
     assert "no such backup" in command("restore", "--backup", "20200101T000000Z-abcdef", status=2).stderr
     assert "expected an id" in command("restore", "--backup", "../x", status=2).stderr
     assert command("restore", "--list").output.count("ba-other") == 1
+
+
+def test_a_store_on_s3_brings_everything_back(lost: Lost, s3_objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATCH_ASSETS_STORE", s3_objects.root)
+    site = half_done(lost)
+    command("backup")
+    generate(site, "00002", "00002")
+    spent = site.fleet_db.spend("d").usd
+    lost.lose()
+    assert "1 batches put into the catalog" in command("restore").output
+    site = lost.open()
+    assert {*ledger.ledger_versions(site.instance, "d")} == {"00000", "00001", "00002"}
+    assert site.fleet_db.spend("d").usd == pytest.approx(spent, rel=0.01)
+    generate(site, "00000", "00003")
+    assert lost.asked() == ROWS
+    assert {info.path.split("/")[0] for info in s3_objects.list("")} >= {"d"}
 
 
 def test_an_order_of_the_backup_is_not_forgotten(lost: Lost) -> None:
