@@ -26,6 +26,7 @@ from support.specs import spec
 from support.timing import PATIENCE
 
 import batch_assets.generation.user_engine as user_engine
+import resources.fleet.client
 from batch_assets.capacity_planning.preview_rows import ask_rows, first_rows
 from batch_assets.component import spec_version
 from batch_assets.generation.range_run import RangeRun
@@ -34,6 +35,7 @@ from batch_assets.spec.errors import SpecError
 from gpu_runner.client.engine_client import EngineRefused
 from gpu_runner.cost_meter import TokenMeter
 from gpu_runner.fleet_database.database import Lease
+from gpu_runner.fleet_database.wait_reason import WaitKind
 from gpu_runner.request_limits import RequestLimits
 from gpu_runner.rows import Outcome
 from gpu_runner.token_price import TokenPrice
@@ -299,6 +301,58 @@ def test_a_run_finds_the_engine_in_fleet_yaml_and_its_cost_is_on_the_bill(
         spent = 16 * (5 * 1000 + 3 * 2000) / 1e6
         assert site.fleet_db.spend("d").usd == cost.usd.useful == pytest.approx(spent) and cost.rows == 0
         assert site.fleet_db.leases_of("d") == 0
+
+
+def fleet_of(folder: Path, answering: PlainEngine, playing_url: str) -> None:
+    (folder / "fleet.yaml").write_text(
+        f"engines: [{{name: own, kind: endpoint, url: '{answering.url}', models: [{MODEL}]}}, "
+        f"{{name: api, kind: endpoint, url: '{playing_url}', models: [{OTHER}], concurrency: 3, "
+        "usd_per_million_tokens: {input: 1000, output: 2000}}]\n"
+    )
+
+
+@pytest.mark.slow
+def test_the_budget_bounds_what_the_user_costs_and_it_goes_on_when_that_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resources.fleet.client, "BUDGET_WAITS", 1)
+    with (
+        two_engines() as (answering, playing),
+        dataset_project(tmp_path, prompt=PROMPT, source={"path": "q.jsonl"}) as site,
+    ):
+        fleet_of(tmp_path, answering, playing.url)
+        write(tmp_path, *questions(120))
+        assert site.materialize("prompts").success
+        site.fleet_db.begin_request("d", "r", budget_usd=1.5)
+        done: list[bool] = []
+        run = threading.Thread(target=lambda: done.append(site.run_rows("00000", "00011", None).success))
+        run.start()
+        deadline = time.monotonic() + 20 * PATIENCE
+        while [one.wait.kind for one in site.fleet_db.runs() if one.wait is not None] != [WaitKind.BUDGET]:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        spent, asked = site.fleet_db.spend("d").usd, len(playing.requests)
+        assert 0 < spent <= 1.5
+        time.sleep(0.5)
+        assert len(playing.requests) == asked, "it waits for money"
+        site.fleet_db.override("d", budget_usd=1000.0)
+        run.join()
+        assert done == [True] and len(playing.requests) == 240 and len(answering.requests) == 360
+        assert site.fleet_db.spend("d").usd == pytest.approx(240 * 0.011)
+
+
+def test_a_run_whose_user_is_away_fails_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_engine, "AWAY_TRIES", 3)
+    monkeypatch.setattr(user_engine, "FIRST_REST", 0.01)
+    with plain_engine(OTHER) as gone:
+        away = gone.url
+    with plain_engine(MODEL) as answering, dataset_project(tmp_path, prompt=PROMPT, source={"path": "q.jsonl"}) as site:
+        answering.text = answer
+        fleet_of(tmp_path, answering, away)
+        write(tmp_path, *questions(4))
+        assert site.materialize("prompts").success and not site.run_rows("00000", "00000", None).success
+        assert "prompt.user_model: expected an answer of engine api, found none in 3 tries in a row" in site.reason()
+        assert site.fleet_db.holder("own") is None and not found(site.store, site.manifest())
 
 
 @pytest.mark.parametrize(
