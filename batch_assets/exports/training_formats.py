@@ -11,16 +11,15 @@ Reasoning stands as `<think>` before the answer, as the chat templates of Qwen3 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
 from batch_assets.spec.export_options import ExportOptions, Format
 from gpu_runner.client.llama_cpp import ENGINE
+from gpu_runner.client.reasoning_tags import split_text, tags_of
 
 _SPEAKERS = {"system": "system", "user": "human", "assistant": "gpt"}
 _ROLES = {"developer": "system", **{role: role for role in _SPEAKERS}}
-_THINKING = re.compile(r"\A\s*<think>.*?</think>\s*", re.DOTALL)
 
 Line = Mapping[str, Any]
 Message = dict[str, str]
@@ -97,8 +96,9 @@ def _answer(line: Line, options: ExportOptions, field: str) -> str:
     if text is not None and not isinstance(text, str):
         text = str(text)
     if text is not None and not options.reasoning:
-        text = _THINKING.sub("", text)
-        text = "" if text.lstrip().startswith("<think>") else text  # it was cut before there was an answer
+        model = line.get("model") if options.columns[field] == "output" else None  # others wrote other columns
+        rule = "think" if model is None or text.lstrip().startswith("<think>") else tags_of(model)
+        text = split_text(text, rule)[1]  # empty where it was cut before there was an answer
     if text is None or not text.strip():
         raise LeftOut("empty")
     begun = _begun(_value(line, options, "prompt"))

@@ -108,7 +108,7 @@ class ExportOptions:
 
     def read_columns(self, known: Sequence[str]) -> list[str]:
         """Columns of the table that have to be read, besides those of `where`, in the table's order."""
-        always = [name for name in ("error", "engine", "finish_reason", "tool_calls") if name in known]
+        always = [name for name in ("error", "engine", "model", "finish_reason", "tool_calls") if name in known]
         split = [name for name in (self.split_by, self.group_by, self.rank_by) if name is not None]
         kept = self.kept if self.format.is_training or self.kept else known
         wanted = {*always, *self.columns.values(), *self.elements.values(), *split, *kept}

@@ -2,7 +2,14 @@
 
 A server with a reasoning parser writes it into a field of its own. One without leaves it in the text,
 between tags that differ by model family. A chat template may write the first tag itself, so that the text has only the
-last one; a text that was cut has only the first one.
+last one; a text that was cut has only the first one. A last tag without the first one may as well be what an answer
+writes about. It counts where all of this holds:
+
+- The text begins as words do: not with `<`, `{`, `[` or a backtick, as markup, JSON and code do.
+- There is no first tag before it.
+- It stands in no code (between backticks, in a fenced block), nor behind a quote or a bracket that opens.
+- Behind it the line ends, or an answer begins at once (a letter, a digit, or what begins Markdown, JSON or markup): in
+  the middle of a sentence a blank or a comma follows.
 
 gpt-oss writes messages in channels instead (`harmony`; format: OpenAI's cookbook, articles/openai-harmony.md):
 `<|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…<|return|>`. A server that leaves
@@ -34,6 +41,11 @@ _BY_MODEL = (
     ("mistral", re.compile(r"magistral|ministral", re.I)),
     ("harmony", re.compile(r"gpt-?oss", re.I)),
 )
+_WORDS = re.compile(r"\s*[^\s<{\[`]")
+_STRUCTURE = (
+    r"(?P<fence>^ {{0,3}}(?:```+|~~~+))|(?P<line>\n)|(?P<tick>`)|(?P<mention>(?<=[\"'(\[{{\\])(?:{0}))|(?P<tag>{0})"
+)
+_BEHIND = re.compile(r"[^\S\n]*(?:\n|\Z)|[\w*#{\[$|<>-]|```")
 _MARK = re.compile(r"<\|(start|channel|message|end|return|call)\|>")
 _HEADER = re.compile(r"(?:assistant)?\s*(analysis|commentary|final)?(?:\s*<\|constrain\|>\s*\w+)?")  # of a message
 _BARE = ("analysis", "assistantfinal")  # what is left of two messages' headers without special tokens
@@ -50,19 +62,47 @@ def without_reasoning(completion: Completion, rule: ReasoningTags) -> Completion
     text = completion.output
     if not isinstance(text, str) or completion.parts.reasoning is not None:
         return completion
+    thought, rest = split_text(text, rule)
+    if thought is None:
+        return completion
+    return replace(completion, output=rest, parts=replace(completion.parts, reasoning=thought.strip() or None))
+
+
+def split_text(text: str, rule: ReasoningTags) -> tuple[str | None, str]:
+    """What a text thinks, and what it answers; (None, the text) where no thinking is found. One pass over the text."""
     if rule == "harmony":
-        thought, rest = _of_channels(text)
-        if thought is None:
-            return completion
-        return replace(completion, output=rest, parts=replace(completion.parts, reasoning=thought.strip() or None))
+        return _of_channels(text)
     first, last = TAGS[rule]
     begun = text.lstrip()
-    opened = begun.startswith(first)
-    thought, closed, rest = (begun.removeprefix(first) if opened else text).partition(last)
-    if not (opened or closed) or (not opened and first in thought):
-        return completion
-    parts = replace(completion.parts, reasoning=thought.strip() or None)
-    return replace(completion, output=rest.lstrip(), parts=parts)
+    if begun.startswith(first):
+        thought, _, rest = begun.removeprefix(first).partition(last)
+        return thought, rest.lstrip()
+    at = _closing(text, last)
+    if at is None or first in text[:at]:
+        return None, text
+    return text[:at], text[at + len(last) :].lstrip()
+
+
+def _closing(text: str, last: str) -> int | None:
+    """Where the first last tag stands that is not written about; None: nowhere."""
+    if last not in text:
+        return None
+    if text.lstrip().startswith(last):  # the model thought nothing
+        return text.index(last)
+    if _WORDS.match(text) is None:
+        return None
+    fenced = ticked = False
+    for found in re.finditer(_STRUCTURE.format(re.escape(last)), text, re.M):
+        kind = found.lastgroup
+        if kind == "fence":
+            fenced = not fenced
+        elif kind == "line":
+            ticked = False
+        elif kind == "tick":
+            ticked = not ticked
+        elif kind == "tag" and not fenced and not ticked and _BEHIND.match(text, found.end()):
+            return found.start()
+    return None
 
 
 def _of_channels(text: str) -> tuple[str | None, str]:

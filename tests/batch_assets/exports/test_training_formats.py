@@ -190,6 +190,30 @@ def test_thinking_that_was_cut_is_no_answer() -> None:
     assert made("messages", cut, reasoning=True)["messages"][-1]["content"] == cut["output"]
 
 
+@pytest.mark.parametrize(
+    ("model", "output"),
+    [
+        ("Qwen/Qwen3-4B-Thinking-2507", "They ask why.\n</think>\n\nBecause."),
+        ("Qwen/Qwen3-4B-Thinking-2507", "\n</think>\n\nBecause."),
+        ("mistralai/Magistral-Small-2509", "[THINK]They ask why.[/THINK]Because."),
+        ("ByteDance-Seed/Seed-OSS-36B-Instruct", "They ask why.</seed:think>Because."),
+        ("openai/gpt-oss-20b", "analysisThey ask why.assistantfinalBecause."),
+    ],
+)
+def test_thinking_in_the_text_is_left_out_as_the_models_family_writes_it(model: str, output: str) -> None:
+    line, known = {**LINE, "model": model, "output": output}, [*KNOWN, "model"]
+    options = checked_options(known, "messages")
+    assert "model" in options.read_columns(known)
+    assert record_of(line, options)["messages"][-1]["content"] == "Because."
+    whole = record_of(line, checked_options(known, "messages", reasoning=True))
+    assert whole["messages"][-1]["content"] == output
+
+
+def test_an_answer_about_the_tag_is_exported_whole() -> None:
+    said = "Use `text.split('</think>')` to cut it."
+    assert made("messages", {**LINE, "output": said})["messages"][-1]["content"] == said
+
+
 def test_system_messages_reasoning_and_columns_that_are_carried_along() -> None:
     assert made("messages", system=False)["messages"][0]["role"] == "user"
     assert made("messages", kept=["topic", "row_id"])["topic"] == "tea"

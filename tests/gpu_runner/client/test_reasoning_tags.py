@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import pytest
 from aiohttp import web
@@ -42,6 +43,43 @@ def test_the_text_without_its_thinking(text: str, output: str, reasoning: str | 
     assert split(text) == (output, reasoning)
 
 
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("So it is 42.\n</think>\n\n42", "42"),
+        ("So it is 42.</think>**42**", "**42**"),
+        ('They want JSON.</think>{"a": 1}', '{"a": 1}'),
+        ("They want code.</think>```python\n1\n```", "```python\n1\n```"),
+        ("The tag is `</think>`. I say so.\n</think>\nIt is `</think>`.", "It is `</think>`."),
+        ("Like this:\n```\nx</think>\n```\nGood. </think>\nDone", "Done"),
+        ("It goes on, and ends here\n</think>", ""),
+        ("\n</think>\n\n42", "42"),
+    ],
+)
+def test_a_last_tag_without_the_first_one_ends_thinking(text: str, answer: str) -> None:
+    assert split(text)[0] == answer
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Use `text.split('</think>')` to cut it.",
+        'def cut(text):\n    return text.split("</think>")[-1]',
+        "Cut it:\n```python\nif line.strip() ==\n</think>\n```\nDone",
+        "End the block with </think> and go on.",
+        "The last tag is </think>, which ends it.",
+        "The pattern is (.*?)</think>(.*)",
+        "`a\u00a0</think>\n`",
+        '{"text": "so</think>42"}',
+        "<p>so</think>42</p>",
+        "```\nso\n</think>\n```",
+        "[so</think>42]",
+    ],
+)
+def test_an_answer_that_writes_about_the_tag_is_no_thinking(text: str) -> None:
+    assert split(text) == (text, None)
+
+
 @given(st.sampled_from(sorted(TAGS)), st.text(max_size=20), st.text(max_size=20), st.booleans())
 def test_what_stands_between_the_tags_is_thinking_and_the_rest_the_answer(
     rule: ReasoningTags, thought: str, answer: str, opened: bool
@@ -49,6 +87,8 @@ def test_what_stands_between_the_tags_is_thinking_and_the_rest_the_answer(
     first, last = TAGS[rule]
     if any(tag in thought + answer for tags in TAGS.values() for tag in tags):
         return
+    if not opened:  # words, and no code around the tag
+        thought, answer = f"Hm.\n{re.sub('[`~]', '', thought)}\n", f"\n\n{answer}"
     found = split(f"{first if opened else ''}{thought}{last}{answer}", rule)
     assert found == (answer.lstrip(), thought.strip() or None)
     assert split(answer, rule) == (answer, None)
