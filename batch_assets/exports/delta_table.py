@@ -166,7 +166,7 @@ class _Lines:
         self.schema = pa.schema([schema.field(name) for name in self._kept])
         self._appended = mode == "append"
         if self._appended:
-            if VERSION_COLUMN in self._kept:
+            if VERSION_COLUMN in map(str.lower, self._kept):
                 raise ExportError(f"delta: expected no column {VERSION_COLUMN} beside mode append, found one")
             self.schema = self.schema.append(pa.field(VERSION_COLUMN, pa.string()))
 

@@ -27,6 +27,7 @@ from batch_assets.publishing.derived_table import DerivedStore, renewed, report_
 from batch_assets.publishing.publish import PART_ROWS, whole_table
 from batch_assets.publishing.published_table import PublishedTable, published_table, table_batches
 from batch_assets.publishing.table_files import TableFile, TableWriter
+from batch_assets.spec.models import FLAGS
 from batch_assets.spec.row_rules import NO_ANSWER, SURPLUS, RowRule, WantSpec, rules_digest
 from batch_assets.spec.source import PASSED
 from resources.objects.opening import CorruptObject
@@ -36,7 +37,6 @@ from resources.store.row_condition import BadCondition
 from resources.store.snapshot_manifest import stratum_of
 
 FORMAT = 1
-FLAGS = "flags"
 STRETCHES = 64  # by which the acceptance of all rows is told; of many strata, four of each
 REPORT = "filter.json"
 _FLAGS_TYPE = pa.list_(pa.string())
@@ -173,8 +173,10 @@ def _write(
     names = [column.name for column in table.columns]
     with store.objects.open(f"{table.path}/{table.files[0].name}") as file:
         schema = pq.read_schema(file)
-    if FLAGS in names:
-        raise BadCondition(f"filter: expected no column called {FLAGS} in the table, found one: source.rename helps")
+    if (taken := next((name for name in names if name.lower() == FLAGS), None)) is not None:
+        raise BadCondition(
+            f"filter: expected no column called {FLAGS} in the table, found {taken}: source.rename helps"
+        )
     flags = _flags(store, table, rules, names, base, workdir, wanted=want is not None)
     accepted = None if want is None else _flag_surplus(store, table, want, flags)
     written = schema.append(pa.field(FLAGS, _FLAGS_TYPE, nullable=False))

@@ -67,6 +67,7 @@ __all__ = ["DEFAULT_MAX_TOKENS", "GeneratedDatasetSpec", "SpecError", "load_spec
 
 # Columns of the published table: a kept column must not take one of these names.
 OWN_COLUMNS = frozenset({*OUTCOME_COLUMNS, "prompt", "batch", "of_row_id", "duplicate_of", REPEATS})
+FLAGS = "flags"  # of rows that pass a filter, beside the columns of the table
 MAX_COLUMN_NAME = 255
 MOST_BATCH_BYTES = 1 << 30  # of images and audio of one batch, which is in memory as a whole
 _FORMS = ("json_schema", "choice", "regex", "grammar")  # keys of `output` that say which form outputs have
@@ -1006,7 +1007,18 @@ def _check_judge(spec: GeneratedDatasetSpec) -> None:
 
 
 def _check_filter(spec: GeneratedDatasetSpec) -> None:
-    """Each column that a rule reads is one that the table will have."""
+    """Each column that a rule reads is one that the table will have; none is called like the one that rows which pass
+    have beside them."""
+    if spec.rules is not None:
+        for index, column in enumerate(spec.keep_columns):
+            if column.lower() == FLAGS:  # DuckDB and others do not tell column names apart by case
+                hint = "Rows that pass have it. Give the column another name: source.rename, old name to new name."
+                raise Unusable("no such column beside a filter", show(column), hint, key=f"keep_columns.{index}")
+        others = [("output.columns", name) for name in spec.table_columns - set(spec.keep_columns)]
+        others += [("judge.rubric", name) for name in (spec.judge.scores if spec.judge is not None else ())]
+        for key, name in others:
+            if name.lower() == FLAGS:
+                raise Unusable("no such column beside a filter", show(name), "Rows that pass have it.", key=key)
     known, what = (spec.judged_columns, "the judged rows") if spec.judge else (spec.table_columns, "the table")
     for name, rule in (spec.filter or {}).items():
         for key, column in rule.columns():

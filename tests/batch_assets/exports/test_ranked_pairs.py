@@ -122,6 +122,13 @@ def test_no_pair_has_answers_to_two_prompts(tmp_path: Path) -> None:
     assert made("question", mapping=["prompt=question"]) == [("x", "3", "0"), ("y", "4", "1")]
 
 
+def test_lines_whose_group_is_nan_are_in_no_pair_as_those_without_one(local_objects: Objects, tmp_path: Path) -> None:
+    nan = float("nan")
+    table = ranked(local_objects, tmp_path, [(nan, 1.0), (1.5, 2.0), (nan, 3.0), (1.5, 4.0), (None, 5.0), (None, 6.0)])
+    record, lines = pairs(local_objects, table, tmp_path / "export")
+    assert [answers(line) for line in lines] == [("answer 3", "answer 1")] and record.left_out == {"unpaired": 4}
+
+
 def test_pairs_may_carry_the_column_error_along(local_objects: Objects, tmp_path: Path) -> None:
     table = ranked(local_objects, tmp_path, [("a", 1.0), ("a", 2.0)])
     _, lines = pairs(local_objects, table, tmp_path / "export", kept=["error", "asked"])

@@ -11,7 +11,7 @@ import dagster as dg
 import polars as pl
 import pytest
 import yaml
-from support.snapshots import commit, questions, write_snapshot
+from support.snapshots import SourceRow, commit, questions, write_snapshot
 from typer.testing import CliRunner
 
 import batch_assets
@@ -60,6 +60,27 @@ def run(store: DatasetStore, workdir: Path, written: Mapping[str, Any] = RULES) 
 
 def read(objects: Objects, path: str) -> pl.DataFrame:
     return pl.scan_parquet(objects.uri(path), storage_options=objects.storage_options()).collect()
+
+
+@pytest.mark.parametrize("column", ["flags", "Flags"])
+def test_a_column_called_as_that_of_rows_that_pass_is_refused_when_the_file_is_read(column: str) -> None:
+    schema = {"type": "object", "properties": {column: {"type": "string"}}, "required": [column]}
+    for key, more in [
+        ("keep_columns.1", {"keep_columns": ["topic", column]}),
+        ("output.columns", {"output": {"json_schema": schema, "columns": True}}),
+    ]:
+        assert declared(**more).filter is None
+        with pytest.raises(SpecError, match=rf"{key}: expected no such column beside a filter, found '{column}'"):
+            declared(filter={"short": {"where": "completion_tokens < 9", "remove": True}}, **more)
+
+
+def test_a_table_made_before_with_a_column_flags_is_not_filtered(local_objects: Objects, tmp_path: Path) -> None:
+    store = DatasetStore(local_objects, "sums")
+    manifest = write_snapshot(store, [SourceRow(f"id-{n}", "q", {"Flags": "a"}) for n in range(3)])
+    commit(store, manifest)
+    publish(store, manifest, card=Card(), now=1.0, workdir=tmp_path)
+    with pytest.raises(BadCondition, match="no column called flags in the table, found Flags: "):
+        run(store, tmp_path, {"short": {"where": "completion_tokens < 9"}})
 
 
 def test_rows_pass_or_fall_out_by_rules_and_keep_their_flags(any_objects: Objects, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import dagster as dg
 import orjson
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -465,6 +466,13 @@ def test_a_group_is_one_row_with_lists_in_the_order_of_the_source(tmp_path: Path
         tmp_path, [{"g": 1, "h": "x", "q": 1}], source={"explode": None, "group_by": ["g", "h"]}, columns=["q", "h"]
     )
     assert both == {'[1,"x"]': {"q": [1], "h": "x"}}
+
+
+def test_a_row_whose_key_of_a_group_is_nan_is_left_out_as_one_without_a_key(tmp_path: Path) -> None:
+    pl.DataFrame({"g": [1.5, float("nan"), None, 1.5], "q": ["a", "b", "c", "d"]}).write_parquet(tmp_path / "g.parquet")
+    found, reasons = grouped(tmp_path, [], path="g.parquet")
+    assert found == {"1.5": {"g": 1.5, "q": ["a", "d"]}}
+    assert reasons == [f"source.group_by: expected a value of 'g', found {what}" for what in ("nan", "null")]
 
 
 def test_groups_that_are_too_large_and_rows_without_a_key_are_rejects(
