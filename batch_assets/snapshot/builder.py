@@ -30,6 +30,7 @@ from batch_assets.snapshot.placement import DUPLICATE, Counts, PlacedRows, Place
 from batch_assets.snapshot.prompts.files import read_text
 from batch_assets.snapshot.row_index import previous_file
 from batch_assets.snapshot.source.errors import Reject, SourceError
+from batch_assets.snapshot.source.files import find_files
 from batch_assets.snapshot.source.hub_files import is_commit, pinned
 from batch_assets.spec.models import GeneratedDatasetSpec
 from resources.objects.opening import CorruptObject
@@ -38,6 +39,7 @@ from resources.store.object_integrity import StoredFile
 from resources.store.snapshot_manifest import REPEATS, REQUEST_FIELDS, USER_SYSTEM, USER_TURNS, RowsSoFar, WantedRows
 
 DUPLICATE_ROWS = 500_000
+JUST_CHANGED_SECONDS = 3.0  # file systems have times of up to two seconds (FAT)
 _OF_REQUESTS = (REQUEST_FIELDS, USER_TURNS, USER_SYSTEM)  # columns that a dataset has where its requests need them
 
 
@@ -82,7 +84,7 @@ def _build(
         _refuse_part(previous.manifest)
     spec, digest = _pinned(spec), None
     if so_far is None and wanted is None:
-        digest = read_digest(spec, base)
+        digest = read_digest(spec, base, before=now - JUST_CHANGED_SECONDS)
         if previous is not None and _is_as_read(previous, digest):
             if not _is_current(store, previous.manifest.snapshot):
                 store.set_current_snapshot(previous.manifest.snapshot)
@@ -143,19 +145,37 @@ def _pinned(spec: GeneratedDatasetSpec) -> GeneratedDatasetSpec:
     return spec.model_copy(update={"source": spec.source.model_copy(update={"path": now})})
 
 
-def read_digest(spec: GeneratedDatasetSpec, base: Path) -> str | None:
-    """Digest of all that a snapshot is made of, without reading the source: of the spec with the commit of its files,
-    and of the files of its prompt. None where that cannot be told: of other sources, and of images and sounds."""
-    if spec.source.path is None or not is_commit(spec.source.path) or spec.prompt.media:
+def read_digest(spec: GeneratedDatasetSpec, base: Path, *, before: float | None = None) -> str | None:
+    """Digest of all that a snapshot is made of, without reading the source: of the spec with the commit or the versions
+    of its files, and of the files of its prompt.
+
+    None where that cannot be told: of other sources, of images and sounds, and where a file was changed after `before`
+    (Unix seconds): one more write may leave it the same time.
+    """
+    if spec.source.path is None or spec.prompt.media or (files := _versions(spec.source.path, base, before)) is None:
         return None
     named = {"prompt.system_from": spec.prompt.system_from, "prompt.examples": spec.prompt.examples}
     seen = [
         importlib.metadata.version("batch-assets"),
         spec.model_dump(mode="json", exclude=_NOT_OF_ROWS),
         spec.generation().stated(),
+        *([files] if files else []),
         [read_text(path, base, key) for key, path in named.items() if path is not None],
     ]
     return hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()
+
+
+def _versions(path: str, base: Path, before: float | None) -> list[tuple[str, str]] | None:
+    """The files of a source and the version of each; none are needed for those of a commit. None where one has none."""
+    if is_commit(path):
+        return []
+    try:
+        files = find_files(path, base)
+    except SourceError:  # reading says what is wrong
+        return None
+    if any(not file.version or (before is not None and file.changed_at > before) for file in files):
+        return None
+    return [(file.name, file.version) for file in files]
 
 
 def _is_as_read(previous: FoundSnapshot, digest: str | None) -> bool:

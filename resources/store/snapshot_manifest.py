@@ -88,7 +88,8 @@ class SnapshotManifest(Sealed):
     or sounds of `prompt.audio`.
     `streaming`: it was made before the dataset that it reads was complete; no table is made of it.
     `wanted`: it asks no more of the source than this.
-    `read_digest`: of all that it was made of, where that is told without reading the source: a commit of the hub.
+    `read_digest`: of all that it was made of, where that is told without reading the source: by a commit of the hub, by
+    the ETags of objects, by the inodes and times of files.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

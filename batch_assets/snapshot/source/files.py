@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.snapshot.source.hub_files import HubCommit, HubFile
 from resources.objects.hub_client import HubAddress, hub_address
+from resources.objects.object_interface import ObjectInfo
 from resources.objects.opening import bucket_address, open_objects
 
 READ_BYTES = 1 << 20
@@ -130,12 +131,18 @@ _FORMATS = {
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One file of a source: its name for people, its size, how to open it, and what changes when it is replaced."""
+    """One file of a source: its name for people, its size, how to open it, and what changes when it is replaced.
+
+    `version`: of its content, told without reading it: another one after every write. "" where nobody can tell.
+    `changed_at`: when that last became another one, in Unix seconds by the clock of a disk; 0.0 in a bucket.
+    """
 
     name: str
     bytes: int
     open: Callable[[], BinaryIO]
     stamp: Callable[[], object]
+    version: str = ""
+    changed_at: float = 0.0
 
 
 def format_of(name: str, given: str | None) -> tuple[str, str]:
@@ -256,8 +263,10 @@ def _local_file(file: Path, base: Path) -> SourceFile:
         status = file.stat()
         return status.st_size, status.st_mtime_ns, status.st_ino
 
-    name = str(file.relative_to(base)) if file.is_relative_to(base) else str(file)
-    return SourceFile(name, file.stat().st_size, lambda: file.open("rb"), stamp)
+    name, now = str(file.relative_to(base)) if file.is_relative_to(base) else str(file), file.stat()
+    # The kernel sets the time of the last change (ctime) at every write; no program can set it back.
+    version = f"{now.st_dev}-{now.st_ino}-{now.st_size}-{now.st_mtime_ns}-{now.st_ctime_ns}"
+    return SourceFile(name, now.st_size, lambda: file.open("rb"), stamp, version, now.st_ctime)
 
 
 def _bucket_files(path: str) -> list[SourceFile]:
@@ -271,14 +280,15 @@ def _bucket_files(path: str) -> list[SourceFile]:
     with _readable_store(path):
         found = [info for info in objects.list(folder + "/" if folder else "") if matches(info.path)]
 
-    def file(name: str, size: int) -> SourceFile:
+    def file(info: ObjectInfo) -> SourceFile:
         def stamp() -> object:
-            with objects.open(name) as stream:
+            with objects.open(info.path) as stream:
                 return stream.seek(0, io.SEEK_END)
 
-        return SourceFile(f"{scheme}://{bucket}/{name}", size, lambda: objects.open(name), stamp)
+        name, version = f"{scheme}://{bucket}/{info.path}", f"{info.size}-{info.etag}" if info.etag else ""
+        return SourceFile(name, info.size, lambda: objects.open(info.path), stamp, version)
 
-    return [file(info.path, info.size) for info in found]
+    return [file(info) for info in found]
 
 
 def _hub_files(address: HubAddress) -> list[SourceFile]:
@@ -294,7 +304,7 @@ def _hub_files(address: HubAddress) -> list[SourceFile]:
     def file(one: HubFile) -> SourceFile:
         # Without the revision: a row that cannot be used stays the same where only the revision is another one.
         name = str(HubAddress(address.repo, path=one.path))
-        return SourceFile(name, one.size, lambda: commit.open(one), lambda: commit.commit)
+        return SourceFile(name, one.size, lambda: commit.open(one), lambda: commit.commit, commit.commit)
 
     return [file(one) for one in sorted(found, key=lambda one: one.path)]
 
