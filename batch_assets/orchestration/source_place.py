@@ -11,6 +11,10 @@ import dagster as dg
 
 from batch_assets.catalog import ledger
 from batch_assets.catalog.asset_places import escaped, of_asset
+from batch_assets.filtering.passed_table import PassedStore
+from batch_assets.filtering.passed_table import read_report as read_passed
+from batch_assets.judging.judged_table import judged_store
+from batch_assets.judging.judged_table import read_report as read_judged
 from batch_assets.publishing.committed_part import write_committed
 from batch_assets.publishing.derived_table import DerivedStore
 from batch_assets.publishing.published_table import broken_files, published_table
@@ -56,6 +60,28 @@ def store_of(source: SourceSpec, objects: Objects) -> DatasetStore:
     """Where the table lies that a source of another dataset reads."""
     store = DatasetStore(objects, source.dataset or "")
     return store if source.part is None else DerivedStore(store, source.part)
+
+
+def older_part(source: SourceSpec, objects: Objects) -> str:
+    """That the rows which a dataset reads of another one, those that pass or that it judged, are of an older table than
+    its newest, and what to do; "" where they were not. Raises CorruptObject."""
+    if source.dataset is None or source.part is None:
+        return ""
+    store = DatasetStore(objects, source.dataset)
+    newest, part, judged = published_table(store), read_passed(PassedStore(store)), read_judged(store)
+    made_of = judged.table if judged is not None else None
+    if source.passed:
+        made_of = part.table if part is not None else None
+        rows = published_table(judged_store(store))
+        if judged is not None and rows is not None and rows.version == made_of:
+            made_of = judged.table
+    if newest is None or made_of is None or made_of == newest.version:
+        return ""
+    what = "rows that pass" if source.passed else "judged rows"
+    return (
+        f"the {what} of {store.dataset} are of an older table ({made_of}) than its newest ({newest.version}): "
+        f"`batch-assets run {store.dataset}` brings them up to date"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,42 +5,46 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from batch_assets.orchestration.source_place import at_its_place
+from batch_assets.orchestration.source_place import at_its_place, older_part
 from batch_assets.request_status.dataset_status import Observer
 from batch_assets.snapshot.builder import changed_rows
 from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.models import GeneratedDatasetSpec
-from resources.objects.opening import temporary_folder
+from resources.objects.opening import CorruptObject, temporary_folder
 
 
 @dataclass(frozen=True, slots=True)
 class DeclaredChanges:
     """`rows` that are new, or whose request is not that of the snapshot; `removed`: rows of it that the source does not
-    have any more. `problem`: why that cannot be told."""
+    have any more. `problem`: why that cannot be told. `older`: that what it reads of another dataset is of an older
+    table there."""
 
     rows: int = 0
     removed: int = 0
     problem: str = ""
+    older: str = ""
 
     @classmethod
     def look(cls, spec: GeneratedDatasetSpec, folder: Path, seen: Observer) -> DeclaredChanges:
         """Reads the whole source, and writes nothing. `folder`: where its relative paths start."""
         try:
+            older = older_part(spec.source, seen.store.objects)
             spec = at_its_place(spec, seen.instance, seen.store.objects)
             with temporary_folder() as workdir:
                 counts = changed_rows(spec, seen.store, workdir=workdir, base=folder)
             if counts is None:
-                return cls()
+                return cls(older=older)
             # Without ids a changed row is another one: the former counts as removed.
-            return cls(counts.to_ask, counts.removed if spec.has_ids else max(0, counts.removed - counts.added))
-        except SourceError as error:
+            removed = counts.removed if spec.has_ids else max(0, counts.removed - counts.added)
+            return cls(counts.to_ask, removed, older=older)
+        except (SourceError, CorruptObject) as error:
             return cls(problem=str(error))
 
     def lines(self, dataset: str) -> list[str]:
         """For people; none where nothing has changed."""
         if self.problem:
             return [f"{dataset}: its source cannot be compared with the snapshot: {self.problem}"]
-        lines, run = [], f"`batch-assets run {dataset}` would"
+        lines, run = [f"{dataset}: {self.older}"] if self.older else [], f"`batch-assets run {dataset}` would"
         if self.rows:
             rows = "1 row is" if self.rows == 1 else f"{self.rows:,} rows are"
             since = "new, or changed in the file or its source since the snapshot"

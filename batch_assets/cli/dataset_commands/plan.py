@@ -26,7 +26,7 @@ from batch_assets.durations import duration
 from batch_assets.filtering.wanted_rows import rows_to_come, standing
 from batch_assets.local_dagster.local_fleet import the_fleet
 from batch_assets.orchestration.active_request import request_under_way
-from batch_assets.orchestration.source_place import at_its_place
+from batch_assets.orchestration.source_place import at_its_place, older_part
 from batch_assets.request_status.dataset_status import observing
 from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.deadline import Deadline
@@ -94,6 +94,8 @@ def proposal(spec: GeneratedDatasetSpec, folder: Path, tags: Mapping[str, str]) 
             if asked_before:
                 work = _with_changes(work, DeclaredChanges.look(spec, folder, seen), spec.name)
                 work = _until_accepted(work, spec, seen.store)
+            elif older := older_part(spec.source, seen.store.objects):
+                work = replace(work, assumptions=(*work.assumptions, Assumption(Subject.ROWS, older)))
     except SourceError as error:
         raise SourceError(f"{spec.name}: {error}", error.rejects) from None
     fleet = the_fleet()

@@ -56,8 +56,12 @@ def summary(
         status = dataset_status(seen, time.time())
         dead = dead_examples(seen, status)
         without = left_out_lines(seen.store, status)
+        older = _older_part(request.dataset, seen.store)
     if not as_json:
         _say(request, runner, ending, status, [*without], dead)
+    if older:
+        text = f"Warning: {request.dataset}: {older}"
+        console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
     for warning in ending.warnings:
         console.print(f"Warning: check {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     found = status.as_json() | _as_json(runner, ending, dead)
@@ -199,6 +203,18 @@ def dead_examples(seen: Observer, status: DatasetStatus) -> list[DeadLetterExamp
         if not is_store_trouble(error):
             raise
         return []
+
+
+def _older_part(dataset: str, store: DatasetStore) -> str:
+    from batch_assets.orchestration.source_place import older_part
+    from batch_assets.spec.discovery import known_datasets
+    from resources.objects.opening import StoreError
+
+    found = known_datasets().get(dataset)
+    try:
+        return older_part(found[0].source, store.objects) if found is not None else ""
+    except StoreError:
+        return ""  # the status says it
 
 
 def left_out_lines(store: DatasetStore, status: DatasetStatus) -> list[str]:

@@ -15,6 +15,7 @@ from support.snapshots import SourceRow, commit, questions, write_snapshot
 from typer.testing import CliRunner
 
 import batch_assets
+from batch_assets.cli.dataset_commands.declared_changes import DeclaredChanges
 from batch_assets.cli.main import app
 from batch_assets.component import dataset_definitions, spec_version
 from batch_assets.filtering.passed_table import (
@@ -23,6 +24,7 @@ from batch_assets.filtering.passed_table import (
     filtered,
     is_current,
 )
+from batch_assets.orchestration.source_place import older_part
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.publish import publish
 from batch_assets.publishing.published_table import PublishedTable, published_table
@@ -237,6 +239,22 @@ def test_a_dataset_that_reads_passed_rows_needs_one_with_a_filter(tmp_path: Path
     assert "source.passed: expected a dataset with a filter, found 'a', which has no `filter`" in str(broken.error)
     write({**first, "filter": {"long": {"where": "completion_tokens < 9", "remove": True}}}, second)
     assert not declarations(tmp_path).broken
+
+
+def test_rows_that_passed_of_an_older_table_are_said(local_objects: Objects, tmp_path: Path) -> None:
+    passing = declared(source={"dataset": "sums", "passed": True}, name="next").source
+    store = published(local_objects, tmp_path)
+    assert older_part(passing, local_objects) == ""  # there are none: that is an error of its own
+    first, _ = run(store, tmp_path)
+    assert older_part(passing, local_objects) == ""
+    published(local_objects, tmp_path, rows=60)
+    said = older_part(passing, local_objects)
+    assert said.startswith("the rows that pass of sums are of an older table (")
+    assert said.endswith("`batch-assets run sums` brings them up to date")
+    assert DeclaredChanges(older=said).lines("next") == [f"next: {said}"]
+    assert older_part(declared(source={"dataset": "sums"}, name="next").source, local_objects) == ""
+    assert run(store, tmp_path)[0].version != first.version
+    assert older_part(passing, local_objects) == ""
 
 
 @pytest.mark.parametrize(
