@@ -71,6 +71,14 @@ def words(process: psutil.Process) -> str:
     return " ".join(command_line(process))
 
 
+def name(process: psutil.Process) -> str:
+    """Its own name; "" of one that has ended since it was listed."""
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return ""
+
+
 def of_home(home: Path) -> list[psutil.Process]:
     """Every process with this home in its environment: the command, its stack, and what that has started."""
     return [
@@ -97,7 +105,7 @@ class Series:
         if kind.startswith("command"):
             self._kill_command(kind)
         elif kind == "run worker":
-            workers = [one for one in of_home(self.here.home) if one.name() == WORKER]
+            workers = [one for one in of_home(self.here.home) if name(one) == WORKER]
             asked = sum(self.engine.received().values())
             if not workers or asked == self.asked:
                 return False  # none, or none that has asked for a row since the last one was killed
@@ -120,13 +128,13 @@ class Series:
             "guard": guards[:1],
             "inner guard": guards[1:],
             "definitions server": [
-                one for one in below if one.name() == FIRST or (SERVER in words(one) and one.name() not in FORKED)
+                one for one in below if name(one) == FIRST or (SERVER in words(one) and name(one) not in FORKED)
             ],
-            "worker template": [one for one in below if one.name() == TEMPLATE],
+            "worker template": [one for one in below if name(one) == TEMPLATE],
             "": [
                 one
                 for one in below
-                if CHILDREN[child] in words(one) and GUARD not in words(one) and one.name() not in (*FORKED, FIRST)
+                if CHILDREN[child] in words(one) and GUARD not in words(one) and name(one) not in (*FORKED, FIRST)
             ],
         }
         if not named[part]:
