@@ -11,7 +11,8 @@ from gpu_runner.rows import Generation, Task
 from resources.engine_options import PLAIN, EngineOptions
 from resources.fleet.fleet_config import EngineConfig, FleetConfig
 
-SECONDS = 3.0  # for one engine to say who it is
+CONNECT_SECONDS = 3.0
+SECONDS = 30.0  # for one engine to say who it is: one that is busy may take as long as ten seconds for a page
 
 
 def is_simulation(
@@ -39,7 +40,7 @@ def _says_simulated(engine: EngineConfig, model: str, task: Task) -> bool:
 
 async def _ask(engine: EngineConfig, generation: Generation) -> bool:
     assert engine.url is not None
-    waits = TimeOuts(connect=SECONDS, info=SECONDS)
+    waits = TimeOuts(connect=CONNECT_SECONDS)
     async with EngineClient(
         engine.url, generation, api_key=engine.api_key, time_outs=waits, tls=engine.tls_files
     ) as client:
