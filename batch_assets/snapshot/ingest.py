@@ -23,7 +23,8 @@ from batch_assets.snapshot.prompts.row_keys import RowKeys
 from batch_assets.snapshot.row_index import ColumnFile, halves, id_digest, index_file
 from batch_assets.snapshot.source.block import BLOCK_ROWS, Block
 from batch_assets.snapshot.source.errors import LISTED, Reject, SourceError, Unseen
-from batch_assets.snapshot.source.parquet import plain, plain_type
+from batch_assets.snapshot.source.parquet import plain
+from batch_assets.snapshot.source.parquet_types import plain_type
 from batch_assets.snapshot.source.reader import refuse_deleted_version
 from batch_assets.spec.models import GeneratedDatasetSpec
 from gpu_runner.rows import sample_digest, sample_id
@@ -279,7 +280,7 @@ class RowCheck:
         """The kept columns of each row as JSON: what tells whether they changed, and how untyped ones are staged."""
         if not self._spec.keep_columns:
             return None
-        rows = zip(*(part.columns[name] for name in self._spec.keep_columns), strict=True)
+        rows = zip(*(_kept_values(part, name) for name in self._spec.keep_columns), strict=True)
         kept = [_row_json(row, i, refused) for i, row in enumerate(rows)]
         for i in [i for i, text in enumerate(kept) if len(text) > MAX_KEPT]:
             refused.setdefault(i, f"the kept columns have {len(kept[i])} bytes, more than {MAX_KEPT}")
@@ -416,8 +417,7 @@ class _Reading:
         self._rejects.refuse()
         if self._stage is None:
             self._rejects.close()
-            why = f" (all {self._rejects.count} were rejected)" if self._rejects.count else ""
-            raise SourceError(f"{source_name(self._spec)}: expected at least one row, found none that can be used{why}")
+            raise SourceError.of_no_row(source_name(self._spec), self._rejects.first, self._rejects.count)
         fields = self._keep_types
         if not self._typed:
             fields = [pa.field(name, arrow_type(self.check.kinds.kinds.get(name))) for name in self._spec.keep_columns]
@@ -473,6 +473,13 @@ def _row_ids(values: list[Any], refused: dict[int, str], sampled: bool, *, their
             refused.setdefault(i, "id: expected an end other than ~ and a number, which names a sample")
         ids.append(row_id)
     return ids
+
+
+def _kept_values(part: Block, name: str) -> list[Any]:
+    """Values of a kept column; UUIDs are kept as the bytes that they are in Parquet."""
+    if part.arrow is not None and pa.types.is_fixed_size_binary(part.arrow[name].type):
+        return list(part.arrow[name].to_pylist())
+    return part.columns[name]
 
 
 def _array(values: Any, kind: pa.DataType) -> pa.Array:

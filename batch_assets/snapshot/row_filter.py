@@ -11,6 +11,7 @@ from batch_assets.snapshot.json_types import ColumnKinds, to_arrow
 from batch_assets.snapshot.source.block import Block
 from batch_assets.snapshot.source.errors import SourceError, shown
 from batch_assets.snapshot.source.parquet import plain
+from batch_assets.snapshot.source.parquet_types import parts
 
 if TYPE_CHECKING:
     import polars as pl
@@ -64,7 +65,7 @@ class Where:
         import polars as pl
 
         arrays: Mapping[str, Any] = {
-            name: plain(block.arrow[name])
+            name: _comparable(block, name)
             if block.arrow is not None
             else to_arrow(block.columns[name], self._kinds.kinds.get(name))
             for name in self.columns
@@ -103,3 +104,18 @@ class Where:
                 said += f" In text: {', '.join(map(shown, texts))}; for numbers write CAST({texts[0]} AS DOUBLE)."
             raise SourceError(said) from error
         return mask, failed
+
+
+def _comparable(block: Block, name: str) -> pa.Array:
+    """A column of Parquet as Polars takes it, UUIDs as text. Raises SourceError for numbers that it has not."""
+    assert block.arrow is not None
+    array = plain(block.arrow[name])
+    if pa.types.is_fixed_size_binary(array.type):
+        texts = any(type(value) is str for value in block.columns[name])
+        return pa.array(block.columns[name], pa.string()) if texts else array
+    if any(pa.types.is_decimal256(one) for one in parts(array.type)):
+        raise SourceError(
+            f"{block.file}: source.where: expected decimals of at most 38 digits, found {array.type} in column "
+            f"{name!r}; leave it out of the condition, or write it with fewer digits or as text"
+        )
+    return array

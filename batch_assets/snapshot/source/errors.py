@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from gpu_runner.errors import ExitStatus, UserFacingError
 
 LISTED = 20
+SHOWN_REJECTS = 3
 SHOWN_NAME = 64
 MOST_NAMES = 1_000
 
@@ -44,6 +45,16 @@ class SourceError(UserFacingError):
         listed = "\n".join(f"  {reject}" for reject in rejects[:LISTED])
         hint = "Correct the source, or set on_bad_row: skip to leave such rows out and list them in rejects.parquet."
         return cls(f"{count}:\n{listed}{more}\n{hint}", rejects[:LISTED])
+
+    @classmethod
+    def of_no_row(cls, source: str, rejects: Sequence[Reject], total: int) -> SourceError:
+        """No row can be used; `rejects` are the first of those that are to be skipped."""
+        said = f"{source}: expected at least one row, found none that can be used"
+        if not total:
+            return cls(said)
+        more = f"\n  … and {total - SHOWN_REJECTS} more" if total > SHOWN_REJECTS else ""
+        listed = "\n".join(f"  {reject}" for reject in rejects[:SHOWN_REJECTS])
+        return cls(f"{said} (all {total} were rejected):\n{listed}{more}", rejects[:LISTED])
 
 
 def shown(name: str) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import io
 import itertools
-from collections.abc import Container, Iterable, Iterator, Sequence
+import uuid
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
 import pyarrow as pa
@@ -12,7 +14,9 @@ import pyarrow.parquet as pq
 
 from batch_assets.snapshot.source.block import Block
 from batch_assets.snapshot.source.errors import Reject, SourceError, Unseen, no_column
+from batch_assets.snapshot.source.files import SourceFile
 from batch_assets.snapshot.source.parquet_pages import Page, pages
+from batch_assets.snapshot.source.parquet_types import holds_null, joined, plain_type, python_type
 
 # Few rows at a time: a dictionary page of a few KB may stand for a megabyte in each row.
 READ_ROWS = 256
@@ -34,9 +38,11 @@ _REPEATED_BYTES = 8
 class ParquetReader:
     """Reads one file after the other and remembers the types of the first."""
 
-    def __init__(self, columns: Sequence[str], may_lack: Container[str] = ()) -> None:
-        """`may_lack`: columns that a file may be without; then its blocks are without them, too."""
-        self._wanted, self._may_lack = list(columns), may_lack
+    def __init__(self, columns: Sequence[str], may_lack: Container[str] = (), files: Sequence[SourceFile] = ()) -> None:
+        """`may_lack`: columns that a file may be without; then its blocks are without them, too. `files`: all that are
+        to be read; of those behind the first, footers say the type of a column that has only nulls in it.
+        """
+        self._wanted, self._may_lack, self._files = list(columns), may_lack, files
         self._columns = self._wanted
         self._types: dict[str, tuple[str, pa.DataType]] = {}
 
@@ -47,7 +53,9 @@ class ParquetReader:
                 metadata, schema = first.metadata, first.schema_arrow
             there = set(schema.names)
             self._columns = [name for name in self._wanted if name in there or name not in self._may_lack]
-            self._check(file, schema)
+            no_column(file, self._columns, schema.names)
+            if metadata.num_rows:
+                self._check(file, schema)
             _refuse_encryption(file, stream, metadata)
             _refuse_large_pages(file, stream, metadata, self._columns)
             stream.seek(0)
@@ -59,6 +67,11 @@ class ParquetReader:
                 pre_buffer=False,
                 buffer_size=READ_BYTES,
             )
+        except pa.ArrowNotImplementedError as error:
+            raise SourceError(
+                f"{file}: expected columns of types that Arrow can read, found another one ({_first_line(error)}); "
+                "write the file again without that column, or with it as text"
+            ) from error
         except (pa.ArrowException, OSError, ValueError) as error:
             raise SourceError(f"{file}: expected a whole Parquet file, found none ({_first_line(error)})") from error
         optional.clear()
@@ -67,7 +80,7 @@ class ParquetReader:
             rows = _batch_rows(stream, metadata, group, self._columns)
             batches = reader.iter_batches(rows, row_groups=[group], columns=self._columns, use_threads=False)
             for batch in self._batches(file, batches, metadata, group, number):
-                yield _block(file, number, batch, self._columns)
+                yield _block(file, number, batch, {name: self._types[name][1] for name in self._columns})
                 number += batch.num_rows
         if number - 1 != metadata.num_rows:
             raise SourceError(f"{file}: expected {metadata.num_rows} rows as its footer says, found {number - 1}")
@@ -89,27 +102,32 @@ class ParquetReader:
             row += batch.num_rows
 
     def _check(self, file: str, schema: pa.Schema) -> None:
-        no_column(file, self._columns, schema.names)
         for name in self._columns:
             if len(schema.get_all_field_indices(name)) > 1:
                 raise SourceError(f"{file}: expected one column {name!r}, found several")
             found = plain_type(schema.field(name).type)
-            first, expected = self._types.setdefault(name, (file, found))
-            if found != expected:
-                raise SourceError(f"{file}: expected {expected} in column {name!r} as in {first}, found {found}")
+            if name not in self._types:
+                self._types[name] = file, self._of_all_files(name, found) if holds_null(found) else found
+            first, expected = self._types[name]
+            if joined(expected, found) != expected:
+                raise SourceError(
+                    f"{file}: expected {expected} in column {name!r} as in {first}, found {found}; write it with one "
+                    "type in all files"
+                )
 
-
-def plain_type(kind: pa.DataType) -> pa.DataType:
-    """The type without dictionary encoding, extension or 64-bit offsets: what the snapshot keeps."""
-    if isinstance(kind, pa.BaseExtensionType):
-        return plain_type(kind.storage_type)
-    if pa.types.is_dictionary(kind):
-        return plain_type(kind.value_type)
-    if pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
-        return pa.string()
-    if pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind):
-        return pa.binary()
-    return kind
+    def _of_all_files(self, name: str, kind: pa.DataType) -> pa.DataType:
+        """The type of a column whose first file with rows does not say it, as there are only nulls: from footers."""
+        for file in self._files:
+            if not holds_null(kind):
+                break
+            try:
+                with file.open() as stream, pq.ParquetFile(stream) as footer:
+                    schema, rows = footer.schema_arrow, footer.metadata.num_rows
+            except (pa.ArrowException, OSError, ValueError):
+                continue  # said when it is read
+            if rows and len(schema.get_all_field_indices(name)) == 1:
+                kind = joined(kind, plain_type(schema.field(name).type)) or kind
+        return kind
 
 
 def plain(array: pa.Array) -> pa.Array:
@@ -217,16 +235,20 @@ def _repeated(metadata: Any, schema: pa.Schema, columns: Sequence[str]) -> list[
     return names
 
 
-def _block(file: str, first: int, batch: pa.RecordBatch, columns: Sequence[str]) -> Block:
+def _block(file: str, first: int, batch: pa.RecordBatch, types: Mapping[str, pa.DataType]) -> Block:
+    """The rows of a batch; `types`: what each column has in all files."""
     arrow: dict[str, pa.Array] = {}
     values: dict[str, list[Any]] = {}
     bad: dict[int, str] = {}
-    for name in columns:
+    for name, kind in types.items():
         array = batch.column(name)
+        is_uuid = isinstance(array.type, pa.UuidType)
         if isinstance(array.type, pa.BaseExtensionType):
             array = array.storage
+        if plain_type(array.type) != kind:
+            array = _cast(file, name, array, kind)
         arrow[name] = array
-        values[name] = _values(file, first, name, array, bad)
+        values[name] = _uuids(array) if is_uuid else _values(name, array, bad)
     block = Block(file, list(range(first, first + batch.num_rows)), values, arrow)
     if bad:
         block = block.take([i for i in range(batch.num_rows) if i not in bad])
@@ -234,11 +256,26 @@ def _block(file: str, first: int, batch: pa.RecordBatch, columns: Sequence[str])
     return block
 
 
-def _values(file: str, first: int, name: str, array: pa.Array, bad: dict[int, str]) -> list[Any]:
-    """Python values; text that is not UTF-8 marks its row as bad."""
+def _cast(file: str, name: str, array: pa.Array, kind: pa.DataType) -> pa.Array:
+    try:
+        return plain(array).cast(kind)
+    except pa.ArrowException as error:
+        raise SourceError(
+            f"{file}: column {name!r} ({array.type}) cannot be read as {kind}, as in other files "
+            f"({type(error).__name__}); write it with one type in all files"
+        ) from error
+
+
+def _uuids(array: pa.Array) -> list[Any]:
+    """UUIDs as people write them."""
+    return [None if raw is None else str(uuid.UUID(bytes=raw)) for raw in array.to_pylist()]
+
+
+def _values(name: str, array: pa.Array, bad: dict[int, str]) -> list[Any]:
+    """Python values; text that is not UTF-8, and what Python has no value for, marks its row as bad."""
     if isinstance(array, pa.DictionaryArray):
         bad_shared: dict[int, str] = {}
-        shared = _values(file, first, name, array.dictionary, bad_shared)
+        shared = _values(name, array.dictionary, bad_shared)
         indices = array.indices.to_pylist()
         if bad_shared:
             bad.update({row: bad_shared[i] for row, i in enumerate(indices) if i in bad_shared})
@@ -246,23 +283,28 @@ def _values(file: str, first: int, name: str, array: pa.Array, bad: dict[int, st
     if pa.types.is_timestamp(array.type) and array.type.unit == "ns":
         # Python's datetime ends at microseconds.
         array = array.cast(pa.string())
+    kind = python_type(array.type)
     try:
-        return list(array.to_pylist())
-    except UnicodeDecodeError:
-        return [_text(array[i], i, name, bad) for i in range(len(array))]
-    except (pa.ArrowException, ValueError, OverflowError) as error:
-        raise SourceError(
-            f"{file}, row {first} and after: values of column {name!r} ({array.type}) cannot be read "
-            f"({type(error).__name__}); cast it to another type"
-        ) from error
+        return list((array if kind == array.type else array.cast(kind)).to_pylist())
+    except (pa.ArrowException, UnicodeDecodeError, ValueError, OverflowError):
+        return [_value(array.take(pa.array([i])), kind, i, name, bad) for i in range(len(array))]
 
 
-def _text(value: Any, row: int, name: str, bad: dict[int, str]) -> Any:
+def _value(one: pa.Array, kind: pa.DataType, row: int, name: str, bad: dict[int, str]) -> Any:
+    """The value of an array of one."""
     try:
-        return value.as_py()
+        return (one if kind == one.type else one.cast(kind))[0].as_py()
     except UnicodeDecodeError:
         bad[row] = f"column {name!r} is not valid UTF-8"
-        return None
+    except (pa.ArrowException, ValueError, OverflowError) as error:
+        if pa.types.is_duration(one.type) and one.type.unit == "ns":
+            seconds, rest = divmod(one[0].value, 10**9)
+            return f"{datetime.timedelta(seconds=seconds)}.{rest:09}"
+        bad[row] = (
+            f"column {name!r}: expected a value that Python can hold (years 1 to 9999; within lists and objects whole "
+            f"microseconds), found another one of type {one.type} ({type(error).__name__}); cast the column to text"
+        )
+    return None
 
 
 def _first_line(error: Exception) -> str:

@@ -74,7 +74,7 @@ def _files(
     _refuse_options(source, kinds[0])
     if not any(file.bytes for file in files):
         raise SourceError(f"{source.path}: expected at least one row, found none: the file is empty (0 bytes)")
-    parquet = ParquetReader(columns, may_lack)
+    parquet = ParquetReader(columns, may_lack, files)
     for file, kind, packed in formats:
         with _readable(file), file.open() as raw:
             if kind == "parquet":
