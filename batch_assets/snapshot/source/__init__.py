@@ -5,4 +5,4 @@ blocks know file and line.
 `hub_files` reads those of one commit of the hub.
 """
 
-__all__ = ["block", "derived", "errors", "files", "hub_files", "parquet", "reader", "size"]
+__all__ = ["block", "derived", "errors", "files", "hub_files", "parquet", "parquet_types", "reader", "size"]
