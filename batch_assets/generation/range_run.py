@@ -469,7 +469,7 @@ class RangeRun:
         Raises EngineLost, and may be called again with the next engine, or with two at once: they share the rows.
         Raises UserEngineAway where the model that plays the user cannot be asked.
         """
-        self._job.epoch = leased.epoch
+        self._job.epoch, stop = leased.epoch, stop or asyncio.Event()
         kind: Callable[..., EngineClient] = EngineClient
         generation = self.generation if leased.user is None else self.generation.without_user
         if leased.limits.batches is not None:  # which refuses a user's model, wherever that is
@@ -493,7 +493,7 @@ class RangeRun:
                 if isinstance(engine, BatchClient):
                     await self._in_batches(engine, serving, stop)
                 else:
-                    await (serving if user is None else user.beside(serving))
+                    await (serving if user is None else user.beside(serving, stop))
             finally:
                 self.source.engine_goes()
                 flushing.cancel()

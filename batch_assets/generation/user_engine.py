@@ -39,16 +39,19 @@ class UserEngine:
         self._leased, self._generation, self._worker = leased, generation, worker
         self._answering, self._run_id, self._answer_bytes = answering, run_id, answer_bytes
 
-    async def beside(self, answers: Coroutine[Any, Any, None]) -> None:
+    async def beside(self, answers: Coroutine[Any, Any, None], stop: asyncio.Event) -> None:
         """Serve until `answers`, which serves the engine that answers, has ended, and raise what that raises. In good
-        order what the user says in requests under way is waited for. Raises UserEngineAway, EngineRefused.
+        order what the user says in requests under way is waited for. Raises UserEngineAway, EngineRefused, once the
+        answers under way are there: `stop` ends `answers` so.
         """
         ended = asyncio.Event()
         answering, writing = asyncio.create_task(answers), asyncio.create_task(self._serve(ended))
         try:
             await asyncio.wait((answering, writing), return_when=asyncio.FIRST_COMPLETED)
-            if not answering.done():
-                writing.result()
+            if not answering.done() and (failed := writing.exception()) is not None:
+                stop.set()
+                await asyncio.gather(answering, return_exceptions=True)
+                raise failed
             await answering
             ended.set()
             await writing

@@ -40,6 +40,7 @@ def end_with_server(daemon: int | None) -> None:
             ended = None
         if ended is not None and ended.si_pid == daemon:
             os.waitpid(daemon, 0)
+            daemon = None  # another process may get its number
             continue
         if ended is not None and ended.si_code in KILLED:
             os._exit(1)

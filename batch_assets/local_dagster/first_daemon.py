@@ -4,7 +4,7 @@
 waits at SOCKET gets its environment, options, standard output and error, and runs MODULE. When one of the two dies, the
 other one ends at once; SIGTERM is passed on. Where nobody waits, this process becomes the daemon itself: the code
 server could not fork, or the first daemon has ended. One that has lost its stand-in is waited for, because of two
-daemons each would give a lost run a retry.
+daemons each would give a lost run a retry: a stand-in that gets no answer ends, and is started again by its owner.
 
 Imports nothing but the standard library until it is known which process will be the daemon.
 """
@@ -35,15 +35,15 @@ MOST_BYTES = 1 << 20  # of options and environment
 
 def listen(folder: Path) -> socket.socket:
     """A socket in the code server's folder, for our user alone, at which the daemon's stand-in waits for the fork."""
-    address = folder / ADDRESS
-    address.unlink(missing_ok=True)
-    listener = socket.socket(socket.AF_UNIX)
+    listener, draft = socket.socket(socket.AF_UNIX), folder / f"{ADDRESS}.new"
+    draft.unlink(missing_ok=True)
     umask = os.umask(0o177)
     try:
-        listener.bind(str(address))
+        listener.bind(str(draft))
     finally:
         os.umask(umask)
     listener.listen()
+    draft.replace(folder / ADDRESS)  # who finds it can connect
     return listener
 
 
@@ -57,7 +57,8 @@ def fork(listener: socket.socket) -> int:
         status = 1
         try:
             prepare()
-            _serve(listener)
+            with contextlib.suppress(TimeoutError):  # nobody asks: the stand-in became the daemon itself
+                _serve(listener)
             status = 0
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -71,11 +72,14 @@ def fork(listener: socket.socket) -> int:
 
 
 def _serve(listener: socket.socket) -> None:
-    """The forked process: be the daemon for the first that asks. The listener stays open, so that others wait."""
+    """The forked process: be the daemon for the first that asks, if one does soon. The listener stays open, so that
+    others wait."""
     os.closerange(3, listener.fileno())  # as subprocess does: what shows that the code server lives is not for others
     os.closerange(listener.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
     name_process(NAME)
+    listener.settimeout(FORKS_SECONDS)
     owner, _ = listener.accept()
+    owner.settimeout(FORKS_SECONDS)
     size, streams, _, _ = socket.recv_fds(owner, NUMBER_BYTES, 2)
     told = _read(owner, int.from_bytes(size, "big"))
     if told is None or len(streams) != 2:
@@ -89,6 +93,7 @@ def _serve(listener: socket.socket) -> None:
     owner.sendall(os.getpid().to_bytes(NUMBER_BYTES, "big"))
     if not owner.recv(1):  # until signals are passed on
         return
+    owner.settimeout(None)
     threading.Thread(target=_end_with, args=(owner,), name="daemon-owner", daemon=True).start()
     sys.argv = [order["module"], *order["options"]]
     importlib.import_module(order["module"]).main()
@@ -115,7 +120,8 @@ def _end_with(owner: socket.socket) -> None:
 
 
 def _forked(owner: socket.socket, address: Path, module: str, options: list[str]) -> int:
-    """Ask for the daemon; its pid, 0 where nobody waits. Raises OSError."""
+    """Ask for the daemon; its pid, 0 where nobody waits. Raises OSError; TimeoutError where somebody does who does not
+    answer."""
     deadline = time.monotonic() + APPEARS_SECONDS
     while not address.exists() and time.monotonic() < deadline:
         time.sleep(STEP_SECONDS)
@@ -133,12 +139,19 @@ def main() -> None:
     with socket.socket(socket.AF_UNIX) as owner:
         try:
             pid = _forked(owner, Path(address), module, options)
+        except TimeoutError:
+            sys.exit(f"no daemon answers at {address}; it is asked again, so that there are never two")
         except OSError:
             pid = 0
         if pid:
             owner.settimeout(None)
+
+            def pass_on(number: int, _: object) -> None:
+                with contextlib.suppress(ProcessLookupError):  # it has died already
+                    os.kill(pid, number)
+
             for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, lambda number, _: os.kill(pid, number))
+                signal.signal(number, pass_on)
             with contextlib.suppress(OSError):  # it has died already
                 owner.sendall(b"1")
                 while owner.recv(1):

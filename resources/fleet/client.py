@@ -205,9 +205,14 @@ class FleetClient:
 
         `lost`: its engine was, and its offer is trusted less for a while.
         """
-        if (user := leased.user) is not None:
-            leased.user = None
-            self.release(user, reason=reason)
+        user, leased.user = leased.user, None
+        try:
+            if user is not None:
+                self.release(user, reason=reason)
+        finally:  # what is rented is given back whatever becomes of the other
+            self._give_back(leased, reason=reason, retire=retire, lost=lost)
+
+    def _give_back(self, leased: LeasedEngine, *, reason: str, retire: bool, lost: bool) -> None:
         self.heartbeat.stop_renewing(leased.lease)
         leased.close()
         spent = leased.spending.spent()

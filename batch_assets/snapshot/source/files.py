@@ -9,7 +9,7 @@ import io
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, BinaryIO, cast
@@ -117,6 +117,7 @@ if TYPE_CHECKING:
 MAX_RATIO, RATIO_FROM = 300, 1 << 26
 # Of a repository on the hub: files looked at for those that could be meant, and how many of them an error names.
 SEARCHED_FILES, SHOWN_FILES = 10_000, 10
+SEARCHED_TABLES = 100  # folders of files that are looked at for the log of a table
 _FORMATS = {
     ".parquet": "parquet",
     ".pq": "parquet",
@@ -205,6 +206,7 @@ def _local_files(path: str, base: Path) -> list[SourceFile]:
         files = [file for file in found if file.is_file()]
         for file in files:
             refuse_system_file(path, file)
+        _refuse_table_format(path, map(str, files), _names_of_folder)
         return [_local_file(file, base) for file in files]
     except RuntimeError as error:  # of expanduser
         raise SourceError(f"{path}: expected a home folder that exists at its beginning, found none") from error
@@ -213,6 +215,31 @@ def _local_files(path: str, base: Path) -> list[SourceFile]:
         raise SourceError(
             f"{path}: expected the path of a file, found one that cannot be looked up ({reason})"
         ) from error
+
+
+def _refuse_table_format(path: str, files: Iterable[str], names: Callable[[str], Iterator[str]]) -> None:
+    """Raise SourceError for data files of a Delta or an Iceberg table: only its log says which of their rows are left.
+
+    `names`: of what lies in a folder, none where there is none.
+    """
+    folders = {PurePosixPath(file).parent for file in files if _ending(file)[0] in (".parquet", ".pq")}
+    roots = {next((one for one in (folder, *folder.parents) if "=" not in one.name), folder) for folder in folders}
+    for root in sorted(roots)[:SEARCHED_TABLES]:
+        kind = "a Delta" if next(names(f"{root}/_delta_log"), None) else ""
+        if root.name == "data":
+            found = itertools.islice(names(f"{root.parent}/metadata"), SEARCHED_FILES)
+            kind = kind or ("an Iceberg" if any(name.endswith(".metadata.json") for name in found) else "")
+        if kind:
+            raise SourceError(
+                f"{path}: expected plain files, found those of {kind} table, which hold deleted rows, too; write its "
+                "rows to Parquet files of their own"
+            )
+
+
+def _names_of_folder(folder: str) -> Iterator[str]:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError), os.scandir(folder) as entries:
+        for entry in entries:
+            yield entry.name
 
 
 def refuse_system_file(path: str, file: Path) -> None:
@@ -279,6 +306,9 @@ def _bucket_files(path: str) -> list[SourceFile]:
     matches = _glob_pattern(key).fullmatch if wild else key.__eq__
     with _readable_store(path):
         found = [info for info in objects.list(folder + "/" if folder else "") if matches(info.path)]
+        _refuse_table_format(
+            path, (info.path for info in found), lambda place: (info.path for info in objects.list(f"{place}/"))
+        )
 
     def file(info: ObjectInfo) -> SourceFile:
         def stamp() -> object:

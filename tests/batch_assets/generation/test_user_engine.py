@@ -281,6 +281,42 @@ def test_an_engine_that_serves_another_model_ends_the_run(tmp_path: Path, store:
     assert not found(store, manifest)
 
 
+def test_answers_under_way_are_kept_when_the_users_engine_ends_the_run(tmp_path: Path, store: DatasetStore) -> None:
+    write(tmp_path, *questions(2))
+    manifest = snapshot_of(tmp_path, store, prompt=PROMPT)
+    refused = threading.Event()
+    with two_engines() as (answering, _), plain_engine("another") as other:
+        slow = answering.text
+        assert callable(slow)
+
+        def answers(request: dict[str, Any]) -> str | None:
+            refused.wait(20 * PATIENCE)
+            return slow(request)
+
+        answering.text = answers
+        run = run_of(store, manifest, "run-1")
+
+        async def main() -> None:
+            assert await run.prepare()
+            serving = asyncio.create_task(run.serve(on(answering, other.url)))
+            while len(answering.requests) < 2:  # noqa: ASYNC110 - the engine is another thread
+                await asyncio.sleep(0.01)
+            done, _ = await asyncio.wait([serving], timeout=0.5)
+            assert not done, "the answers are waited for"
+            refused.set()
+            with pytest.raises(EngineRefused, match="large"):
+                await serving
+            await run.flush()
+
+        asyncio.run(main())
+        run.close()
+        answering.text = slow
+        with plain_engine(OTHER) as playing:
+            playing.text = plays
+            finish(store, manifest, on(answering, playing.url), "run-2")
+        assert len(answering.requests) == 6, "each answer was asked once"
+
+
 def test_a_run_finds_the_engine_in_fleet_yaml_and_its_cost_is_on_the_bill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,16 +24,18 @@ DAEMON = (  # says what it was given, then waits for SIGTERM, or for ever
     "def main():\n"
     "    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0 if print('ended', flush=True) else 3))\n"
     "    print(os.getpid(), sys.argv[1:], os.environ['GIVEN'], 'ONLY_SERVER' in os.environ, flush=True)\n"
-    "    print(sorted(os.listdir('/proc/self/fd'), key=int), file=sys.stderr, flush=True)\n"
+    "    print(*(os.path.realpath(f'/proc/self/fd/{one}') for one in os.listdir('/proc/self/fd')), flush=True)\n"
     "    time.sleep(300)\n"
     "if __name__ == '__main__':\n"
     "    main()\n"
 )
 SERVER = (  # what forks the daemon, as the code server does
-    "import sys, time\n"
+    "import os, sys, time\n"
     "from pathlib import Path\n"
     "from batch_assets.local_dagster import first_daemon\n"
+    "first_daemon.FORKS_SECONDS = float(sys.argv[3])\n"
     "listener = first_daemon.listen(Path(sys.argv[1]))\n"
+    "held = open(sys.argv[1] + '/held', 'w')\n"
     "print(first_daemon.fork(listener) if sys.argv[2] == 'forks' else 0, flush=True)\n"
     "listener.close()\n"
     "time.sleep(300)\n"
@@ -54,9 +56,9 @@ class Place:
         self.opened.callback(process.kill)
         return process
 
-    def server(self, does: str) -> tuple[subprocess.Popen[str], int]:
-        """A code server, and the pid of what it has forked."""
-        server = self.start("-c", SERVER, str(self.folder), does, ONLY_SERVER="1")
+    def server(self, does: str, seconds: float = 120.0) -> tuple[subprocess.Popen[str], int]:
+        """A code server, and the pid of what it has forked, which waits so long to be asked."""
+        server = self.start("-c", SERVER, str(self.folder), does, str(seconds), ONLY_SERVER="1")
         return server, int(line(server))
 
     def stand_in(self) -> subprocess.Popen[str]:
@@ -86,6 +88,19 @@ def test_it_runs_the_module_with_the_options_environment_and_output_of_its_stand
     _, forked = place.server("forks")
     assert line(place.stand_in()) == f"{forked} ['--workspace', 'a b'] é False"
     assert psutil.Process(forked).name() == first_daemon.NAME
+    assert (place.folder / first_daemon.ADDRESS).stat().st_mode & 0o777 == 0o600
+
+
+def test_it_holds_nothing_open_that_its_code_server_holds(place: Place):
+    place.server("forks")
+    stand_in = place.stand_in()
+    line(stand_in)
+    assert "held" not in line(stand_in)
+
+
+def test_one_that_nobody_asks_for_ends(place: Place):
+    _, forked = place.server("forks", seconds=0.2)
+    eventually(lambda: is_gone(forked))
 
 
 def test_the_stand_in_is_the_daemon_where_nothing_was_forked(place: Place):
@@ -98,10 +113,11 @@ def test_a_signal_is_passed_on_and_the_end_is_seen(place: Place):
     _, forked = place.server("forks")
     stand_in = place.stand_in()
     line(stand_in)
+    line(stand_in)
     stand_in.terminate()
     assert line(stand_in) == "ended"
     assert stand_in.wait(SECONDS) == 1
-    assert is_gone(forked)
+    eventually(lambda: is_gone(forked))
 
 
 @pytest.mark.parametrize("killed", ["the stand-in", "the daemon", "the code server"])

@@ -17,7 +17,7 @@ from support.processes import command_line
 from support.timing import PATIENCE
 
 from gpu_runner.fleet_database.capacity_plan import Assignment, CapacityPlan, Pause, PauseKind
-from gpu_runner.fleet_database.database import FleetDatabase
+from gpu_runner.fleet_database.database import FleetDatabase, FleetDatabaseError, Lease
 from gpu_runner.fleet_database.heartbeat import Heartbeat
 from gpu_runner.fleet_database.wait_reason import WaitKind
 from gpu_runner.offers.offer import OfferFilter
@@ -403,6 +403,27 @@ def test_a_machine_that_is_listed_as_ended_without_a_time_has_ended_for_good(sit
     client.release(leased, reason="moved", retire=True)
     (ended,) = site.fleet_db.fleet(ended=True)
     assert (ended.state, ended.end_unproven) == ("ended", False)
+
+
+def test_a_rented_engine_is_given_back_when_the_one_beside_it_cannot_be(
+    site: FleetRuns, monkeypatch: pytest.MonkeyPatch
+):
+    client = site.client()
+    leased = site.acquire(client)
+    beside = Lease("api/d", 1, "run", "d")
+    leased.user = LeasedEngine("http://127.0.0.1:9", None, None, "vendor", "hosted", lease=beside)
+    given_back = site.fleet_db.release
+
+    def release(lease: Lease, *rest: Any, **more: Any) -> bool:
+        if lease == beside:
+            raise FleetDatabaseError("the database is silent")
+        return given_back(lease, *rest, **more)
+
+    monkeypatch.setattr(site.fleet_db, "release", release)
+    with pytest.raises(FleetDatabaseError, match="silent"):
+        client.release(leased)
+    assert site.fleet_db.leases_of("d") == 0
+    assert leased.user is None
 
 
 def test_a_retired_instance_is_ended_when_it_is_given_back_and_an_idle_one_by_the_reaper(site: FleetRuns):

@@ -6,6 +6,7 @@ import base64
 import datetime
 import decimal
 import gzip
+import io
 import json
 import os
 import re
@@ -644,3 +645,24 @@ def test_parquet_columns_of_one_name_are_refused_where_they_are_read(tmp_path: P
     assert rows_of(tmp_path, ["other"], path="a.parquet")[0] == [("a.parquet", 1, "c")]
     with pytest.raises(SourceError, match="expected one column 'q', found several"):
         rows_of(tmp_path, ["q"], path="a.parquet")
+
+
+@pytest.mark.parametrize(
+    ("data", "log", "kind"),
+    [
+        ("t/a.parquet", "t/_delta_log/00000000000000000000.json", "a Delta"),
+        ("t/year=2021/a.parquet", "t/_delta_log/00000000000000000000.json", "a Delta"),
+        ("t/data/a.parquet", "t/metadata/v1.metadata.json", "an Iceberg"),
+    ],
+)
+def test_files_of_a_table_whose_log_says_which_rows_are_left_are_refused(
+    tmp_path: Path, any_objects: Objects, data: str, log: str, kind: str
+):
+    bytes_of = io.BytesIO()
+    pq.write_table(pa.table({"q": ["a"]}), bytes_of)
+    any_objects.put(data, bytes_of.getvalue())
+    pattern = any_objects.uri(data.replace("a.parquet", "*.parquet")).removeprefix("file://")
+    assert [row[2] for row in rows_of(tmp_path, ["q"], path=pattern)[0]] == ["a"]
+    any_objects.put(log, b"{}")
+    with pytest.raises(SourceError, match=f"found those of {kind} table, which hold deleted rows, too"):
+        rows_of(tmp_path, ["q"], path=pattern)
