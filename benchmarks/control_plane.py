@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict, dataclass, replace
 
+from gpu_runner.fleet_database.clock_jumps import KEPT_SECONDS
+
 DAY, HOUR, GIB = 86_400.0, 3_600.0, 2.0**30
 
 
@@ -31,7 +33,7 @@ class Sizes:
 @dataclass(frozen=True, slots=True)
 class Costs:
     """What one unit costs. Seconds are of CPU on one core, but for `lock_seconds`: for so long one renewal of a lease
-    holds the fleet's only lock, in wall seconds.
+    that is alone, or a claim, holds the fleet's only lock, in wall seconds.
 
     `batch_…`: events and statements of Dagster's database, requests to the store that write and that read. `run_…`: the
     same of one run beside its batches. `idle_statements`: a second, of sensors and daemons. US dollars: one request to
@@ -105,9 +107,9 @@ class Load:
     instances_usd_a_day: float
 
 
-def load_of(sizes: Sizes, costs: Costs = MEASURED, *, lock_only_changes: bool = False) -> Load:
-    """The load of so much work. `lock_only_changes`: renewals lock the row of their lease, as beats lock none; only who
-    takes or gives back something holds the lock.
+def load_of(sizes: Sizes, costs: Costs = MEASURED, *, kept_beside: bool = False) -> Load:
+    """The load of so much work. Renewals hold nobody off, but for one every `KEPT_SECONDS` of each run, which keeps the
+    moment for others. `kept_beside`: that does not, too.
     """
     batches = sizes.rows_per_day / sizes.batch_rows
     runs = batches / sizes.batches_per_run
@@ -115,7 +117,8 @@ def load_of(sizes: Sizes, costs: Costs = MEASURED, *, lock_only_changes: bool = 
     events = batches * costs.batch_events + runs * costs.run_events
     dagster = (batches * costs.batch_statements + runs * costs.run_statements) / DAY + costs.idle_statements
     fleet = beats * costs.heartbeat_statements + batches * costs.claim_statements / DAY
-    locked = 2 * batches / DAY + (0.0 if lock_only_changes else beats)  # a claim of each batch, and its release
+    kept = 0.0 if kept_beside else sizes.instances / KEPT_SECONDS
+    locked = 2 * batches / DAY + kept  # a claim of each batch, and its release
     writes = batches * costs.batch_writes + sizes.instances * DAY / sizes.journal_seconds
     reads = batches * costs.batch_reads
     workers = (sizes.rows_per_day * costs.row_seconds + runs * costs.run_seconds) / DAY
@@ -152,7 +155,7 @@ def main() -> None:
     parser.add_argument("--instances", type=float, default=Sizes().instances)
     options = parser.parse_args()
     sizes = Sizes(options.rows_per_day, options.instances)
-    as_it_is, then = asdict(load_of(sizes)), asdict(load_of(changed(sizes), lock_only_changes=True))
+    as_it_is, then = asdict(load_of(sizes)), asdict(load_of(changed(sizes), kept_beside=True))
     for name, value in as_it_is.items():
         print(f"{name.replace('_', ' '):24} {value:14,.2f} {then[name]:14,.2f}")
 

@@ -39,6 +39,9 @@ class Grants(Tables):
         `committed_usd`: the most that it has spent with the rows it sent already; so much is always granted, and what
         is free beside it is shared with whoever else spends for the dataset. A lease that is over gets no more.
         """
+        with self._reading() as (connection, _):
+            if budget_of(connection, lease.dataset) is None:
+                return None
         with self._transaction() as (connection, now):
             budget = budget_of(connection, lease.dataset)
             own = connection.execute(sa.select(_SPENT, unspent(now)).where(fenced(lease, now))).first()

@@ -14,7 +14,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from gpu_runner.cost_meter import LeaseUsage
-from gpu_runner.fleet_database.accounting.request_budget import line_reached, refuse_beyond
+from gpu_runner.fleet_database.accounting.request_budget import far_from_budget, line_reached, refuse_beyond
 from gpu_runner.fleet_database.connection import INSTANCES, LEASES, RUNS, Tables
 
 NOTHING = LeaseUsage()
@@ -122,18 +122,12 @@ class Leases(Tables):
         ended; its instance then ends with its last lease. When `drain_seconds` more would do that, the lease is
         extended and the instance retired: the holder is to leave it while there is time.
         """
-        with self._transaction(durable=False) as (connection, now):
-            held = _held(connection, now, lease)
-            if held is None:
-                return False
-            _write(connection, now, lease, held, spent, renewed_at=now, expires_at=now + ttl)
-            line = line_reached(connection, now, lease.instance, ttl, drain_seconds)
-            if line is not None:
-                mark_retired(connection, now, lease.instance, line.reason)
-            if line is not None and line.hard:
-                _change(connection, now, lease, expires_at=held["expires_at"])
-                return False
-            return True
+        with self._beside_its_like() as (connection, now, alone):
+            renewed = _renew(connection, now, lease, ttl, spent, drain_seconds, alone=alone)
+        if renewed is None:
+            with self._transaction(durable=False) as (connection, now):
+                renewed = _renew(connection, now, lease, ttl, spent, drain_seconds, alone=True)
+        return bool(renewed)
 
     def drain(self, lease: Lease) -> bool:
         """The holder submits no new rows: the next run may lease the instance. False when the lease is not ours."""
@@ -239,6 +233,34 @@ def _held(connection: sa.Connection, now: float, lease: Lease) -> sa.RowMapping 
     return connection.execute(_HELD, of).mappings().first()
 
 
+def _renew(
+    connection: sa.Connection,
+    now: float,
+    lease: Lease,
+    ttl: float,
+    spent: LeaseUsage,
+    drain_seconds: float,
+    *,
+    alone: bool,
+) -> bool | None:
+    """Renew a lease. None, and nothing is written: near a budget only the one writer can say whether that pays for it,
+    as renewals that are made at the same time do not see each other.
+    """
+    held = _held(connection, now, lease)
+    if held is None:
+        return False
+    if not alone and not far_from_budget(connection, now, lease.instance, ttl, drain_seconds):
+        return None
+    _write(connection, now, lease, held, spent, renewed_at=now, expires_at=now + ttl)
+    line = line_reached(connection, now, lease.instance, ttl, drain_seconds) if alone else None
+    if line is not None:
+        mark_retired(connection, now, lease.instance, line.reason)
+    if line is not None and line.hard:
+        _change(connection, now, lease, expires_at=held["expires_at"])
+        return False
+    return True
+
+
 def _change(connection: sa.Connection, now: float, lease: Lease, spent: LeaseUsage = NOTHING, **values: Any) -> bool:
     """Write to a lease if it is live. Totals never fall, so that one who has nothing to say erases nothing."""
     row = _held(connection, now, lease)
@@ -251,7 +273,7 @@ def _change(connection: sa.Connection, now: float, lease: Lease, spent: LeaseUsa
 def _write(
     connection: sa.Connection, now: float, lease: Lease, held: sa.RowMapping, spent: LeaseUsage, **values: Any
 ) -> None:
-    """Write to a lease that was just found live, in a transaction that no other writer interleaves with."""
+    """Write to a lease that was just found live, in a transaction that no other writer to it interleaves with."""
     totals = {name: max(held[name], value) for name, value in asdict(spent).items()}
     connection.execute(LEASES.update().where(fenced(lease, now)).values(**totals, **values))
 

@@ -7,6 +7,7 @@ environment, and are never part of them.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from urllib.parse import quote, unquote
 from resources.objects.object_interface import StoreError
 
 if TYPE_CHECKING:
+    import httpx2
     from huggingface_hub import HfApi
 
 T = TypeVar("T")
@@ -67,7 +69,7 @@ def hub_api(environment: Mapping[str, str]) -> HfApi:
     """The hub's client, for the address and the token in the environment; without a token it asks as nobody, and never
     with one that lies on this disk. A hub that is silent is left after SILENCE_SECONDS. Raises StoreError."""
     try:
-        from huggingface_hub import HfApi, get_session
+        from huggingface_hub import HfApi
         from huggingface_hub.utils import logging
         from huggingface_hub.utils.tqdm import disable_progress_bars
     except ImportError:
@@ -78,9 +80,30 @@ def hub_api(environment: Mapping[str, str]) -> HfApi:
     if endpoint and {"@", "?", "#"} & set(endpoint):
         raise StoreError(f"{ENDPOINT}: expected an address without user, password, query or fragment")
     disable_progress_bars()
-    get_session().timeout = SILENCE_SECONDS  # by itself it waits for ever
+    _bound_sessions()
     logging.get_logger().setLevel("ERROR")
     return HfApi(endpoint=endpoint, token=environment.get(TOKEN, "").strip() or False, library_name="batch-assets")
+
+
+@functools.cache
+def _bound_sessions() -> None:
+    """Every session of huggingface_hub in this process has a time-out. By themselves they wait for ever: a session is
+    made anew after an error of its connection, and lists are asked for with `timeout=None`.
+    """
+    import httpx2
+    from huggingface_hub import get_session, set_client_factory
+
+    hooks = get_session().event_hooks
+    bounded = {**hooks, "request": [*hooks["request"], _bound]}
+    set_client_factory(
+        lambda: httpx2.Client(event_hooks=bounded, follow_redirects=True, timeout=SILENCE_SECONDS),
+    )
+
+
+def _bound(request: httpx2.Request) -> None:
+    seconds = request.extensions.get("timeout", {})
+    kinds = ("connect", "read", "write", "pool")
+    request.extensions["timeout"] = {kind: seconds.get(kind) or SILENCE_SECONDS for kind in kinds}
 
 
 class Passing(Exception):

@@ -142,18 +142,31 @@ def refuse_beyond(
         raise BudgetReached(BudgetRefusal(budget.usd, spend.usd, held_back, drain_seconds, boot_usd))
 
 
-def line_reached(connection: sa.Connection, now: float, instance: str, ttl: float, drain_seconds: float) -> Line | None:
-    """What the dataset that pays for the instance has reached, now that a lease on it was renewed for `ttl` seconds.
+def far_from_budget(connection: sa.Connection, now: float, instance: str, ttl: float, drain_seconds: float) -> bool:
+    """Whether the dataset that pays for the instance has no budget, or all that it pays for fits into it for sure, if
+    every lease is renewed for `ttl` seconds now.
 
-    Far from the budget this is one row to read: since it was last added up, spending grew by no more than its rate.
+    One row to read: since it was last added up, spending grew by no more than its rate.
     """
+    return _near_budget(connection, now, instance, ttl, drain_seconds) is None
+
+
+def _near_budget(
+    connection: sa.Connection, now: float, instance: str, ttl: float, drain_seconds: float
+) -> Budget | None:
     of = {"instance": instance, "now": now, "until": ttl + END_SECONDS, "drain": drain_seconds}
     found = connection.execute(_PAYERS_BUDGET, of).first()
     if found is None:
         return None
     *words, bound = found
     budget = Budget(*words)
-    if bound is not None and bound <= budget.usd:
+    return None if bound is not None and bound <= budget.usd else budget
+
+
+def line_reached(connection: sa.Connection, now: float, instance: str, ttl: float, drain_seconds: float) -> Line | None:
+    """What the dataset that pays for the instance has reached, now that a lease on it was renewed for `ttl` seconds."""
+    budget = _near_budget(connection, now, instance, ttl, drain_seconds)
+    if budget is None:
         return None
     spend = _count(connection, now, budget)
     if spend.bound() > budget.usd:

@@ -18,6 +18,7 @@ import polars as pl
 import pytest
 import yaml
 from aiohttp import web
+from huggingface_hub import close_session
 from support.local_hub import TOKEN, LocalHub, local_hub
 from support.snapshots import commit, questions, write_snapshot
 from typer.testing import CliRunner
@@ -315,12 +316,13 @@ def test_a_hub_that_is_silent_is_left_and_asked_again(
     monkeypatch.setattr(hub_client, "SILENCE_SECONDS", 0.3)
     found = write(published(local_objects, tmp_path), tmp_path, push=None)
     asked: list[str] = []
+    close_session()  # as huggingface_hub does after an error of a connection: the next one is bounded, too
 
     async def silence(request: web.Request) -> web.StreamResponse | None:
         if asked or "/tree/" not in request.path:
             return None
         asked.append(request.path)
-        await asyncio.sleep(60)
+        await asyncio.sleep(3600)
         return None
 
     hub.faults.append(silence)

@@ -86,6 +86,38 @@ def test_a_beat_and_the_name_of_the_fleet_wait_for_no_other_writer(
         assert not fleet_db.beat("run", "leased", RunActivity("works"), 6)
 
 
+def test_renewals_wait_for_whoever_takes_or_gives_back_and_not_for_each_other(
+    postgres: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each waited for all others: ten runs on busy cores held the capacity sensor off for seconds."""
+    monkeypatch.setattr(bounded_postgres, "STATEMENT_SECONDS", 0.2)
+    with contextlib.closing(FleetDatabase(postgres)) as fleet_db:
+        lease, another = (fleet_db.try_lease(f"engine-{number}", "run", "d", 10) for number in (1, 2))
+        assert lease is not None and another is not None
+        assert fleet_db.renew(another, 10)  # the first word of a process settles the clock, which it does alone
+        with fleet_db._beside_its_like() as (connection, _, alone):
+            connection.execute(sa.text("UPDATE leases SET rows = 5 WHERE instance = 'engine-1'"))
+            assert not alone
+            assert fleet_db.renew(another, 10)
+            with pytest.raises(FleetDatabaseError, match="statement timeout"):
+                fleet_db.try_lease("engine-3", "run", "d", 10)
+        with fleet_db._transaction(), pytest.raises(FleetDatabaseError, match="statement timeout"):
+            fleet_db.renew(lease, 10)
+        assert fleet_db.renew(lease, 10)
+
+
+def test_a_grant_without_a_budget_waits_for_no_other_writer(postgres: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_postgres, "STATEMENT_SECONDS", 0.2)
+    with contextlib.closing(FleetDatabase(postgres)) as fleet_db:
+        lease = fleet_db.try_lease("api", "run", "d", 10)
+        assert lease is not None
+        with fleet_db._transaction():
+            assert fleet_db.grant(lease, 0.5, 0.1) is None
+        fleet_db.begin_request("d", "request", budget_usd=5.0)
+        with fleet_db._transaction(), pytest.raises(FleetDatabaseError, match="statement timeout"):
+            fleet_db.grant(lease, 0.5, 0.1)
+
+
 def test_a_request_that_is_begun_again_as_it_is_waits_for_no_other_writer(
     postgres: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

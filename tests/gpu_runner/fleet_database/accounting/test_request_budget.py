@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from threading import Barrier
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.fleet_databases import OFFER, Clock, intended, ready
@@ -202,6 +204,28 @@ def test_however_many_race_no_more_is_ordered_than_the_budget_pays_for(url: str)
     assert len(won) == 3
 
 
+def test_however_many_renew_at_once_no_more_is_held_than_the_budget_pays_for(url: str, clock: Clock):
+    """Renewals wait for each other only where they have to: near a budget."""
+    racers = 12
+    with contextlib.closing(FleetDatabase(url, now=clock)) as fleet_db:
+        leases = [ready(fleet_db, f"ba-{number}", run_id=f"run-{number}") for number in range(racers)]
+        fleet_db.begin_request("d", "r", budget_usd=1000.0)
+        assert all(fleet_db.renew(lease, TTL) for lease in leases)
+        clock.forward(TTL - 1)
+        spent = fleet_db.spend("d")
+        fleet_db.override("d", budget_usd=spent.bound() + seconds(TTL - 1) * 3.5)
+        start = Barrier(racers)
+
+        def race(lease: Lease) -> bool:
+            with contextlib.closing(FleetDatabase(url, now=clock)) as own:
+                start.wait()
+                return own.renew(lease, TTL)
+
+        with ThreadPoolExecutor(racers) as pool:
+            assert sum(pool.map(race, leases)) == 3
+        assert fleet_db.spend("d").bound() <= spent.bound() + seconds(TTL - 1) * 3.5
+
+
 @dataclass
 class Worker:
     """A run as it behaves: it leases, renews every two seconds, leaves when told to; it may be killed or stopped."""
@@ -215,24 +239,35 @@ class Worker:
     asks_at: float = 0.0
 
 
+class Beside(FleetDatabase):
+    """SQLite, with renewals as Postgres makes them."""
+
+    @contextlib.contextmanager
+    def _beside_its_like(self) -> Iterator[tuple[sa.Connection, float, bool]]:
+        with self._transaction(durable=False) as (connection, now):
+            yield connection, now, False
+
+
 @dataclass
 class World:
     """Workers of two datasets, of which one has a budget, a reaper that is never late, and seconds that pass.
 
     `fate`: what happens to all workers when two seconds of the budget are left: they are "killed", go "idle", or "".
-    "deaf" ones never leave an instance that is to be left.
+    "deaf" ones never leave an instance that is to be left. `beside`: renewals are made as in
+    Postgres, where they do not see those that are made at the same time.
     """
 
     budget: float
     sweeps: int
     drain: float
     fate: str = ""
+    beside: bool = False
     clock: Clock = field(default_factory=Clock)
     names: int = 0
     swept_at: float = 0.0
 
     def __post_init__(self) -> None:
-        self.fleet_db = FleetDatabase("sqlite://", now=self.clock)
+        self.fleet_db = (Beside if self.beside else FleetDatabase)("sqlite://", now=self.clock)
         self.workers = [Worker(f"run-{number}", "d" if number < 4 else "e") for number in range(6)]
         for worker in self.workers:
             self.fleet_db.begin_run(worker.run_id, worker.dataset, "00000", "00001")
@@ -336,6 +371,7 @@ worlds = given(
     sweeps=st.integers(2, 10),
     drain=st.floats(0, 12),
     fate=st.sampled_from(["killed", "idle", "deaf", ""]),
+    beside=st.booleans(),
 )
 calm = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
@@ -344,17 +380,19 @@ calm = settings(deadline=None, derandomize=True, suppress_health_check=list(Heal
 @settings(calm, max_examples=6)
 @worlds
 def test_whatever_dies_or_dawdles_no_more_is_spent_than_the_budget(
-    events: list[int], budget: float, sweeps: int, drain: float, fate: str
+    events: list[int], budget: float, sweeps: int, drain: float, fate: str, beside: bool
 ):
-    live(events, budget, sweeps, drain, fate)
+    live(events, budget, sweeps, drain, fate, beside)
 
 
 @pytest.mark.soak("fleet")
 @pytest.mark.timeout(600)
 @settings(calm, max_examples=300 if SOAK else 20)
 @worlds
-def test_the_same_holds_in_many_more_worlds(events: list[int], budget: float, sweeps: int, drain: float, fate: str):
-    live(events, budget, sweeps, drain, fate)
+def test_the_same_holds_in_many_more_worlds(
+    events: list[int], budget: float, sweeps: int, drain: float, fate: str, beside: bool
+):
+    live(events, budget, sweeps, drain, fate, beside)
 
 
 @pytest.mark.slow
