@@ -67,6 +67,7 @@ RANKING = {"query": "{{ q }}", "documents_from": "docs"}
 RESULTS = pa.list_(pa.struct([("index", pa.int64()), ("relevance_score", pa.float64())]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "path", "reply", "prompt", "types", "first"),
     [

@@ -32,6 +32,7 @@ def test_no_deadline_is_missed_and_no_budget_passed(worlds: tuple[int, ...]):
     assert [one.number for one in results(worlds) if one.over("ours") or one.over("on demand")] == []
 
 
+@pytest.mark.slow
 @PLAYED
 def test_it_costs_little_more_than_with_all_knowledge_and_no_more_than_on_demand(worlds: tuple[int, ...]):
     ratios = [one.ratio("ours") for one in results(worlds)]

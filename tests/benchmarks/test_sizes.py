@@ -74,6 +74,7 @@ def test_folders_stand_below_those_that_import_them_and_a_circle_is_red(project:
     assert picture(importers(project)).count("#c00") == 1
 
 
+@pytest.mark.slow
 def test_no_folder_of_the_product_is_in_a_circle() -> None:
     drawn = picture(importers(REPOSITORY))
     ElementTree.fromstring(drawn)

@@ -226,6 +226,7 @@ def test_a_wrong_command_line_is_named(gguf_files: Path, tmp_path: Path, flags: 
     assert done.returncode == 2 and said in done.stderr
 
 
+@pytest.mark.slow
 def test_a_file_that_is_no_model_is_said_in_the_log(tmp_path: Path) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"GGUF nonsense")
     with pytest.raises(EngineStartError, match="before it was ready"), llama_cpp_server(tmp_path / "bad.gguf", "m"):

@@ -230,6 +230,7 @@ def not_exported(imported: str, importer: Path) -> str | None:
     return f"{'.'.join(place.relative_to(REPOSITORY).parts)}: {parts[0]}, imported by {importer.name}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("root", ROOTS)
 def test_modules_import_of_other_packages_only_what_these_export(root: str) -> None:
     files = sorted((REPOSITORY / root).rglob("*.py"))
@@ -237,6 +238,7 @@ def test_modules_import_of_other_packages_only_what_these_export(root: str) -> N
     assert found == set(), "add it to __all__ of its package, or use what the package offers"
 
 
+@pytest.mark.slow
 def test_no_function_has_more_than_60_lines() -> None:
     long = []
     for folder in (*ROOTS, "benchmarks"):

@@ -310,6 +310,7 @@ def test_figures_of_the_records(tmp_path: Path) -> None:
     assert samples["batch_assets_queue_depth", "unknown"] == 0 and samples["batch_assets_queue_depth", "m"] == 6
 
 
+@pytest.mark.slow
 def test_figures_of_the_fleet(fleet_db: FleetDatabase, clock: Clock) -> None:
     fleet_db.begin_run("run", "d", "0", "1")
     lease = ready(fleet_db)  # 3.6 $ an hour, by a clock 60 times as fast

@@ -6,6 +6,7 @@ import ast
 import re
 from functools import cache
 
+import pytest
 from support.documents import REPOSITORY
 
 PRODUCT = ("batch_assets", "resources", "gpu_runner")
@@ -33,6 +34,7 @@ def glossary() -> list[tuple[str, list[str]]]:
     return [(word, re.findall(r"`([^`]+)`", names)) for word, names in rows if word not in ("word", "---")]
 
 
+@pytest.mark.slow
 def test_the_glossary_is_short_and_names_what_exists() -> None:
     words = glossary()
     assert 20 < len(words) <= MOST_WORDS
@@ -42,6 +44,7 @@ def test_the_glossary_is_short_and_names_what_exists() -> None:
     assert [(word, name) for word, names in words for name in names if name.rstrip("/") not in known] == []
 
 
+@pytest.mark.slow
 def test_a_word_that_was_given_up_names_nothing() -> None:
     found = {
         name: place

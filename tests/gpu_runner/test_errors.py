@@ -152,6 +152,7 @@ def test_what_only_shows_an_error_or_asks_for_a_kind_is_none(code: str):
     assert list(decisions_by_words(ast.parse(code))) == []
 
 
+@pytest.mark.slow
 def test_nothing_is_decided_by_the_name_of_a_class_or_the_words_of_an_error():
     found = set()
     for floor in FLOORS:

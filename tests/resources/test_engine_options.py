@@ -99,6 +99,7 @@ def test_a_container_gets_them_as_they_are() -> None:
     assert container_words(["--model", "{model}"], order)[4:] == order.arguments
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["local", "simulated"])
 def test_a_rented_engine_is_started_with_them(tmp_path: Path, kind: str) -> None:
     words = options(**ALL).arguments()
@@ -126,6 +127,7 @@ def test_rows_without_arguments_keep_the_key_that_they_had() -> None:
     assert generation(**unheard) == plain, "what changes no answer is no part of a row"
 
 
+@pytest.mark.slow
 @given(st.sets(st.sampled_from(sorted(IDENTITY - {"server"})), min_size=1))
 def test_what_changes_answers_is_part_of_the_row_key(names: set[str]) -> None:
     written = generation(**{name: ALL[name] for name in names})
@@ -309,6 +311,7 @@ def test_an_adapter_has_another_name_than_its_model() -> None:
         load_spec({**BASE, "model": "a", "engine": {"lora": A}}, "defs.yaml")
 
 
+@pytest.mark.slow
 def test_a_simulated_engine_serves_an_adapter_under_its_name(tmp_path: Path) -> None:
     with dataset_project(tmp_path, engine={"lora": A, "lora_modules": [B]}) as site:
         (tmp_path / "fleet.yaml").write_text("engines: [{name: sim, kind: simulated, speed: 1000}]\n")

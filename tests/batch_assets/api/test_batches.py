@@ -241,6 +241,7 @@ WRONG: list[tuple[str, list[Any], str, int | None]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lines", "code", "number"), [case[1:] for case in WRONG], ids=[case[0] for case in WRONG])
 def test_a_wrong_input_fails_the_batch_with_code_and_line(
     tmp_path: Path, engine: SimulatedEngine, lines: list[Any], code: str, number: int | None
@@ -468,6 +469,7 @@ def test_a_finished_batch_cannot_be_cancelled(tmp_path: Path, engine: SimulatedE
     on_site(tmp_path, engine.url, steps)
 
 
+@pytest.mark.slow
 def test_at_the_end_of_the_window_what_is_finished_is_delivered(tmp_path: Path, slow_engine: SimulatedEngine) -> None:
     async def steps(site: ApiService) -> None:
         batch = await site.until((await site.create([line(str(number)) for number in range(600)], window="3s"))["id"])

@@ -69,6 +69,7 @@ def test_a_file_lives_thirty_days_unless_it_is_said(tmp_path: Path) -> None:
     on_site(tmp_path, steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "form", "param"),
     [

@@ -263,6 +263,7 @@ def test_what_is_forged_here_would_let_somebody_in_if_it_were_right(site: Tenant
     assert site.ask("GET", f"/v1/files/{site.file_id}/content", signed(site, claims())).status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_shows_and_changes_nothing(site: TenantService, name: str) -> None:
     attack, before = ATTACKS[name], site.kept()

@@ -105,6 +105,7 @@ def test_there_are_more_than_a_hundred_tries(site: TenantService) -> None:
     assert len(FORGED) * len(operations(site)) > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORGED)
 def test_no_try_reads_or_changes_anything(site: TenantService, name: str) -> None:
     before = site.state()

@@ -65,6 +65,7 @@ async def asked_on_one(url: str, context: ssl.SSLContext) -> None:
                 assert answer.status == 200
 
 
+@pytest.mark.slow
 def test_the_certificate_is_rotated_under_load_and_no_request_fails(tmp_path: Path) -> None:
     authority = Authority()
     pairs = [authority.issue(f"service {number}", rsa_key=number % 2 == 1) for number in range(4)]

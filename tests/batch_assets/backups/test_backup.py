@@ -183,6 +183,7 @@ def test_the_run_of_the_schedule_makes_one_and_says_so(instance: dg.DagsterInsta
     assert "fleet" in str(said["databases"].value)
 
 
+@pytest.mark.slow
 def test_a_backup_that_fails_says_why_once_and_everywhere(
     instance: dg.DagsterInstance, home: Path, fleet_db: FleetDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:

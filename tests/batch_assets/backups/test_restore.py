@@ -132,6 +132,7 @@ def half_done(lost: Lost) -> DatasetProject:
     return site
 
 
+@pytest.mark.slow
 @ON_BOTH
 def test_everything_is_lost_and_goes_on_and_nothing_is_asked_again(lost: Lost) -> None:
     site = half_done(lost)
@@ -193,6 +194,7 @@ def test_a_home_that_lives_is_refused_unless_told(lost: Lost) -> None:
     assert len(ledger.ledger_versions(site.instance, "d")) == 3  # the store has the third
 
 
+@pytest.mark.slow
 def test_a_damaged_backup_is_refused_and_the_one_before_is_offered(lost: Lost) -> None:
     half_done(lost)
     command("backup")
@@ -377,6 +379,7 @@ def test_which_backup_is_meant_must_be_clear(lost: Lost) -> None:
     assert command("restore", "--list").output.count("ba-other") == 1
 
 
+@pytest.mark.slow
 def test_a_store_on_s3_brings_everything_back(lost: Lost, s3_objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATCH_ASSETS_STORE", s3_objects.root)
     site = half_done(lost)
@@ -393,6 +396,7 @@ def test_a_store_on_s3_brings_everything_back(lost: Lost, s3_objects: Objects, m
     assert {info.path.split("/")[0] for info in s3_objects.list("")} >= {"d"}
 
 
+@pytest.mark.slow
 def test_an_order_of_the_backup_is_not_forgotten(lost: Lost) -> None:
     """A provider that this environment does not know may bill a machine of the backup: the restore says so."""
     site = half_done(lost)

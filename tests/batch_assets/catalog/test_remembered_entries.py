@@ -53,6 +53,7 @@ def full_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
+@pytest.mark.slow
 def test_only_new_events_are_read_again(instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch):
     clock = Clock()
     remembered, anew = RememberedEntries("d", clock), ledger._all_entries
@@ -77,6 +78,7 @@ def test_only_new_events_are_read_again(instance: dg.DagsterInstance, monkeypatc
     assert seen == ["d"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_happens_to_the_event_log_it_is_as_read_anew(instance: dg.DagsterInstance, seed: int):
     """Entries of ours and others', by runs and without; a wiped asset, a deleted run, an event that appears late."""

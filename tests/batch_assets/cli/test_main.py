@@ -82,6 +82,7 @@ def test_help_needs_neither_dagster_nor_a_second():
         assert command in found.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["run", "ui"])
 def test_the_code_server_is_started_before_dagster_is_imported(home: Path, command: str):
     code = f"""

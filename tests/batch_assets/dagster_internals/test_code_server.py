@@ -108,6 +108,7 @@ IN_USE = (
 )
 
 
+@pytest.mark.slow
 def test_components_in_use_have_their_names_and_no_others_are_imported():
     done = subprocess.run([sys.executable, "-c", IN_USE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -52,6 +52,7 @@ def statements(instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch) ->
     return seen
 
 
+@pytest.mark.slow
 def test_what_is_reported_together_is_what_is_reported_one_by_one(instance: dg.DagsterInstance):
     assert report_together(instance, (made(key) for key in KEYS[:1100])) == 1100
     for key in KEYS[1100:1110]:
@@ -93,6 +94,7 @@ def test_a_group_that_cannot_be_written_is_written_one_by_one(
     assert sorted(set(found), key=str) == KEYS[:20] and len(found) == 20
 
 
+@pytest.mark.slow
 def test_a_run_plans_and_makes_its_partitions_with_few_statements(
     instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
 ):
@@ -124,6 +126,7 @@ def test_a_run_plans_and_makes_its_partitions_with_few_statements(
     assert seen.count("asset_event_tags") == 1
 
 
+@pytest.mark.slow
 def test_stock_dagster_does_what_is_leant_on(instance: dg.DagsterInstance):
     """Its buffer calls `store_event_batch` of the storage, which it looks up each time."""
     storage = instance.event_log_storage

@@ -210,6 +210,7 @@ def test_each_export_is_an_asset_that_the_job_of_the_table_renews(tmp_path: Path
     assert {dg.AssetKey(["sums", "exports", name]) for name in ("sft", "good")} <= publish_job.selection.resolve(assets)
 
 
+@pytest.mark.slow
 def test_the_asset_writes_it_and_a_refresh_publishes_again_where_files_are_lost(tmp_path: Path) -> None:
     with plain_engine(MODEL) as engine, dataset_project(tmp_path, exports=[SFT]) as site:
         site.source(["one", "two", "three"])

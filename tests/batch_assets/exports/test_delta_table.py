@@ -176,6 +176,7 @@ export_declared(DatasetStore(open_objects(store), "sums"), ExportSpec.model_vali
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("when", "mode"), [("before", "overwrite"), ("after", "append"), ("after", "overwrite")])
 def test_a_kill_around_the_commit_writes_nothing_twice(
     when: str, mode: str, local_objects: Objects, tmp_path: Path

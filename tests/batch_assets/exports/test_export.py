@@ -88,6 +88,7 @@ def test_an_export_is_the_same_on_a_folder_and_on_s3(any_objects: Objects, tmp_p
     assert first["topic"] == "topic 0"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["messages", "sharegpt", "alpaca", "prompt-completion", "preference", "parquet"])
 def test_datasets_reads_both_splits(form: str, sums: Published, tmp_path: Path) -> None:
     import datasets
@@ -110,6 +111,7 @@ def test_datasets_reads_both_splits(form: str, sums: Published, tmp_path: Path) 
         assert [line[name][0]["role"] for name in answers] == ["assistant"] * len(answers)
 
 
+@pytest.mark.slow
 def test_a_chat_template_takes_the_messages(sums: Published) -> None:
     """As `apply_chat_template` of transformers renders them: Jinja with the template that the weights bring along."""
     from gguf import GGUFReader
@@ -177,6 +179,7 @@ def files_of(folder: Path) -> Mapping[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir() if not file.name.startswith(".")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["messages", "parquet"])
 def test_after_a_kill_at_any_write_the_same_command_makes_the_same_files(form: str, sums: Published) -> None:
     options = {"part_rows": 20, "validation": 0.3}
@@ -315,6 +318,7 @@ def test_whole_lines_have_the_columns_in_the_order_of_the_table(form: str, sums:
     assert found == [column.name for column in sums.table.columns]
 
 
+@pytest.mark.slow
 def test_parquet_has_row_groups_as_large_as_those_of_the_table(local_objects: Objects, tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 

@@ -85,6 +85,7 @@ def pushed_of(found: WrittenExport) -> Pushed:
     return found.pushed
 
 
+@pytest.mark.slow
 def test_a_push_is_one_commit_with_the_files_and_their_card(
     any_objects: Objects, tmp_path: Path, hub: LocalHub
 ) -> None:
@@ -139,6 +140,7 @@ def test_the_card_of_judged_rows_says_who_judged_and_of_which_table_its_figures_
     )
 
 
+@pytest.mark.slow
 def test_what_is_pushed_is_read_back_the_same(local_objects: Objects, tmp_path: Path, hub: LocalHub) -> None:
     store = published(local_objects, tmp_path)
     found = write(store, tmp_path, **EXTRAS)
@@ -235,6 +237,7 @@ def test_large_files_are_sent_in_parts(local_objects: Objects, tmp_path: Path, h
     assert hub.files(REPO)["data/train-00000.jsonl"] == file.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "status", "method"),
     [
@@ -287,6 +290,7 @@ def test_a_commit_whose_answer_is_lost_is_not_made_twice(local_objects: Objects,
     assert hub.commits(REPO) == 1 and pushed.commit == hub.repositories[REPO].branches["main"][-1][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "status", "said"),
     [
@@ -352,6 +356,7 @@ def test_without_a_token_or_the_package_it_says_so(
         again(found, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_said_as_it_is(
     any_objects: Objects, tmp_path: Path, hub: LocalHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,7 @@ def answers(line: Any) -> tuple[str, str]:
     return line["chosen"][0]["content"], line["rejected"][0]["content"]
 
 
+@pytest.mark.slow
 def test_the_best_and_the_worst_of_each_group_are_a_pair(
     any_objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

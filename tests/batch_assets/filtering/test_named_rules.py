@@ -61,6 +61,7 @@ def flagged(objects: Objects, folder: Path, texts: Sequence[str], **rule: Any) -
     return [text for text, found in zip(texts, flags, strict=True) if found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "hit", "left"),
     [

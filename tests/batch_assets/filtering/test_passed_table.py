@@ -85,6 +85,7 @@ def test_a_table_made_before_with_a_column_flags_is_not_filtered(local_objects: 
         run(store, tmp_path, {"short": {"where": "completion_tokens < 9"}})
 
 
+@pytest.mark.slow
 def test_rows_pass_or_fall_out_by_rules_and_keep_their_flags(any_objects: Objects, tmp_path: Path) -> None:
     store = published(any_objects, tmp_path)
     before = published_table(store)

@@ -63,6 +63,7 @@ def planted(rows: int, width: int, copies: int, cosine: float) -> Any:
     return np.concatenate([found, cosine * found[:copies] + (1 - cosine**2) ** 0.5 * aside])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_bytes", [1, 40, 1 << 25])
 @given(
     vectors=st.lists(st.lists(st.integers(-3, 3).map(float), min_size=3, max_size=3), max_size=40),
@@ -84,6 +85,7 @@ def test_of_a_chain_of_near_rows_those_far_from_every_kept_one_stay(tmp_path: Pa
     assert flagged(tmp_path, lists(turned))[0] == [1, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_bytes", [1 << 16, 1 << 25])
 def test_of_many_rows_nearly_all_planted_ones_are_found_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int

@@ -97,6 +97,7 @@ def rounds(tmp_path: Path) -> Rounds:
     return Rounds(tmp_path)
 
 
+@pytest.mark.slow
 def test_rounds_end_with_exactly_the_rows_that_are_wanted_and_hardly_more_are_made(rounds: Rounds) -> None:
     rounds.write(2000, lambda n: n * 7919 % 1009 % 4 == 0)
     spec = declared()
@@ -131,6 +132,7 @@ def test_a_round_that_is_read_twice_or_was_interrupted_is_the_same_and_no_finish
     assert counts is not None and counts.added == 0  # what is not asked for yet is no change
 
 
+@pytest.mark.slow
 def test_rows_are_wanted_of_each_value_of_a_column(rounds: Rounds) -> None:
     """One of topic 1 in two is good, one of topic 7 in eleven, and there are too few of null."""
     topic: Mapping[int, int] = {0: 1, 1: 1, 2: 7, 3: 7, 4: 7}
@@ -143,6 +145,7 @@ def test_rows_are_wanted_of_each_value_of_a_column(rounds: Rounds) -> None:
     assert len(made) <= 6 and made[-1] < 1000  # of 4,000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["objects", "moments"])
 def test_a_stratum_has_one_name_in_the_source_and_in_the_table(rounds: Rounds, kind: str) -> None:
     topics: list[Any] = [{"a": 1}, {"b": 2.5, "a": 2.0}]
@@ -157,6 +160,7 @@ def test_a_stratum_has_one_name_in_the_source_and_in_the_table(rounds: Rounds, k
     assert found.said() == "" and len(rounds.passed()) == 40 and made[-1] < 200
 
 
+@pytest.mark.slow
 def test_where_the_source_ends_too_few_rows_are_said_and_new_ones_are_asked_later(rounds: Rounds) -> None:
     rounds.write(90, lambda n: n % 3 == 0)
     spec = declared()
@@ -179,6 +183,7 @@ def test_where_nothing_at_all_passes_no_more_is_asked(rounds: Rounds) -> None:
     assert "so no more are made: `filter` or the prompt is to be changed" in found.said()
 
 
+@pytest.mark.slow
 def test_more_rows_are_wanted_or_fewer_and_rows_from_before_want_are_kept(rounds: Rounds) -> None:
     rounds.write(300, lambda n: n % 2 == 0)
     whole = declared(want=None)
@@ -221,6 +226,7 @@ def test_samples_count_as_rows(rounds: Rounds) -> None:
     assert len(rounds.passed()) == 50 and 100 <= made[-1] <= 120
 
 
+@pytest.mark.slow
 def test_what_is_to_come_is_known_in_each_round(rounds: Rounds) -> None:
     rounds.write(2000, lambda n: n % 4 == 0)
     spec = declared(want={"rows": 50, "expected_rate": 0.2})
@@ -264,6 +270,7 @@ def test_what_cannot_be_wanted_is_one_clear_error(keys: dict[str, Any], said: st
     assert said in str(error.value) and "1 problem" in str(error.value)
 
 
+@pytest.mark.slow
 def test_the_command_neither_pushes_nor_appends_an_export_between_rounds(
     rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

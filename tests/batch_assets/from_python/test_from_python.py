@@ -157,6 +157,7 @@ def read(instance: dg.DagsterInstance, frame: pl.DataFrame) -> DatasetStore:
     return DatasetStore(open_objects(os.environ["BATCH_ASSETS_STORE"]), "cities")
 
 
+@pytest.mark.slow
 def test_a_refresh_sees_what_changed_in_a_frame(instance: dg.DagsterInstance) -> None:
     store = read(instance, CITIES)
     first = store.manifest(store.current_snapshot() or "")

@@ -281,6 +281,7 @@ def test_a_dataset_at_work_is_left_alone(history: History) -> None:
     assert found.skipped == {"sums": "1 of its runs is under way"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["batches", "journal", "submitted_batches", "snapshots", "published"])
 def test_a_listing_that_fails_in_the_middle_deletes_nothing(
     history: History, monkeypatch: pytest.MonkeyPatch, folder: str

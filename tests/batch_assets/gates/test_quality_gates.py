@@ -70,6 +70,7 @@ def test_a_mean_of_zeros_and_ones_is_a_rate(marks: list[bool], bound: float) -> 
         assert one.add(marked) == other.add(float(marked))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bound", [0.1, 0.5, 0.9])
 def test_a_mean_at_its_bound_trips_nothing_and_a_worse_one_does(bound: float) -> None:
     """Of values between 0 and 1, however they are spread."""
@@ -197,6 +198,7 @@ def test_answers_that_share_half_of_their_words_or_are_short_nearly_repeat_nothi
     assert marked["near_repeated"] <= 2 and looked_at["near_repeated"] > 300
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("similarity", [0.6, 0.8, 1.0])
 def test_similar_texts_are_found_among_many_and_forgotten_in_their_order(similarity: float) -> None:
     """Texts of 202 words of which so many runs are those of an earlier one, clearly above and below the bound."""

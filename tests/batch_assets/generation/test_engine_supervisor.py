@@ -107,6 +107,7 @@ def test_one_engine_does_it_all_is_handed_on_with_the_last_rows_and_given_back_o
     assert job.run.missing() == []
 
 
+@pytest.mark.slow
 def test_a_better_offer_is_moved_to_while_rows_flow_and_no_row_is_asked_twice(tmp_path: Path):
     with engines(2) as found, a_job(tmp_path, client := FleetClient(*found)) as job:
         job.work(until=lambda: job.run.progress().rows_done > 20)
@@ -152,6 +153,7 @@ def test_late_rows_are_named_until_none_is_late_and_never_in_place_of_a_reason_t
         ]
 
 
+@pytest.mark.slow
 def test_a_move_that_fails_leaves_the_engine_where_it_is(tmp_path: Path):
     with engines(1) as found, a_job(tmp_path, client := FleetClient(*found, ProvisioningFailed("no capacity"))) as job:
         job.work(until=lambda: job.run.progress().rows_done > 5)
@@ -162,6 +164,7 @@ def test_a_move_that_fails_leaves_the_engine_where_it_is(tmp_path: Path):
     assert any("stays on i1: no capacity" in text for text in job.said)
 
 
+@pytest.mark.slow
 def test_on_a_notice_another_engine_is_leased_and_the_old_one_drained_first(tmp_path: Path):
     with engines(2) as found, a_job(tmp_path, client := FleetClient(*found)) as job:
         job.work(until=lambda: job.run.progress().rows_done > 5)
@@ -173,6 +176,7 @@ def test_on_a_notice_another_engine_is_leased_and_the_old_one_drained_first(tmp_
     assert "taken away in 60 s" in reason
 
 
+@pytest.mark.slow
 def test_on_a_notice_one_other_engine_is_asked_for_also_while_the_loop_is_busy(tmp_path: Path):
     """The old engine's session learns late that it is over; what it says of its notice meanwhile asks for nothing."""
 
@@ -195,6 +199,7 @@ def test_on_a_notice_one_other_engine_is_asked_for_also_while_the_loop_is_busy(t
         assert client.asked == 2
 
 
+@pytest.mark.slow
 def test_with_little_time_left_an_engine_takes_no_more_rows_even_before_there_is_another(tmp_path: Path):
     with engines(2) as found, a_job(tmp_path, client := FleetClient(*found)) as job:
         job.work(until=lambda: job.run.progress().rows_done > 5)
@@ -209,6 +214,7 @@ def test_with_little_time_left_an_engine_takes_no_more_rows_even_before_there_is
         assert prompts_asked(found) == ROWS
 
 
+@pytest.mark.slow
 def test_an_instance_that_is_to_end_is_drained_first_and_the_run_waits_for_the_next_one(tmp_path: Path):
     with engines(2) as found, a_job(tmp_path, client := FleetClient(*found)) as job:
         job.work(until=lambda: job.run.progress().rows_done > 20)
@@ -226,6 +232,7 @@ def test_an_instance_that_is_to_end_is_drained_first_and_the_run_waits_for_the_n
     assert "i1" not in client.handed_on
 
 
+@pytest.mark.slow
 def test_an_instance_that_is_to_end_is_left_also_while_a_better_one_is_asked_for(tmp_path: Path):
     with engines(2) as found, a_job(tmp_path, client := FleetClient(*found)) as job:
         job.work(until=lambda: job.run.progress().rows_done > 5)
@@ -239,6 +246,7 @@ def test_an_instance_that_is_to_end_is_left_also_while_a_better_one_is_asked_for
     assert client.released[0] == ("i1", "the fleet shrinks to 1", True)
 
 
+@pytest.mark.slow
 def test_what_every_request_meets_is_said_once_and_again_when_it_changes_and_ends(tmp_path: Path):
     with engines(1) as found, a_job(tmp_path, FleetClient(*found)) as job:
         job.work(until=lambda: job.run.progress().rows_done > 5)
@@ -273,6 +281,7 @@ def test_the_heart_knows_how_long_the_rows_in_flight_take(tmp_path: Path):
         assert 2 + 2 * mean < job.heartbeat.drain_seconds() < 2 + 6 * mean
 
 
+@pytest.mark.slow
 def test_a_lost_engine_is_retired_and_its_rows_go_to_the_next_one(tmp_path: Path):
     with engines(2) as found, a_job(tmp_path, client := FleetClient(*found)) as job:
         job.work(until=lambda: job.run.progress().rows_done > 20)
@@ -286,6 +295,7 @@ def test_a_lost_engine_is_retired_and_its_rows_go_to_the_next_one(tmp_path: Path
     assert job.run.missing() == []
 
 
+@pytest.mark.slow
 def test_a_lost_lease_is_given_up_and_another_one_asked_for(tmp_path: Path):
     with engines(2) as found, a_job(tmp_path, client := FleetClient(*found)) as job:
         job.work(until=lambda: job.run.progress().rows_done > 20)
@@ -295,6 +305,7 @@ def test_a_lost_lease_is_given_up_and_another_one_asked_for(tmp_path: Path):
     assert ("i1", "lease lost", False) in client.released
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_be_reached_for_a_while_is_waited_for_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -312,6 +323,7 @@ def test_an_engine_that_cannot_be_reached_for_a_while_is_waited_for_and_named(
     assert job.said.count(words) == 1
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_lost_after_it_could_not_be_reached_is_not_told_to_be_reached_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -408,6 +420,7 @@ def test_an_engine_that_refuses_the_request_fails_the_run_with_its_words(tmp_pat
     assert "another" in reason
 
 
+@pytest.mark.slow
 def test_a_database_that_is_away_fails_nobody_whose_rows_flow(tmp_path: Path):
     with engines(1) as found, a_job(tmp_path, client := FleetClient(*found)) as job:
         client.away = True
@@ -421,6 +434,7 @@ def test_a_database_that_is_away_fails_nobody_whose_rows_flow(tmp_path: Path):
     assert len(client.handed_on) == 1
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_being_left_is_not_handed_on(tmp_path: Path):
     with engines(2) as found, a_job(tmp_path, client := FleetClient(*found)) as job:
         job.work(until=lambda: job.run.progress().rows_done > 20)

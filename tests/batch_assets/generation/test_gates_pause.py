@@ -87,6 +87,7 @@ def gate_events(site: DatasetProject) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 def test_bad_rows_pause_the_request_and_it_goes_on_when_they_are_accepted(tmp_path: Path, engine: PlainEngine) -> None:
     with project(tmp_path) as site:
         begun(site)
@@ -111,6 +112,7 @@ def test_bad_rows_pause_the_request_and_it_goes_on_when_they_are_accepted(tmp_pa
         assert len(site.events()) == ROWS // 100
 
 
+@pytest.mark.slow
 def test_each_batch_has_the_rates_of_its_gates(tmp_path: Path, engine: PlainEngine) -> None:
     with project(tmp_path, language={"allowed": ["fi"], "max_rate": 0.9}, rules={"slow": RULE}) as site:
         begun(site)
@@ -123,6 +125,7 @@ def test_each_batch_has_the_rates_of_its_gates(tmp_path: Path, engine: PlainEngi
         assert {one["slow_rate"] for one in rates} == {0.0} and "length_rate" not in rates[0]
 
 
+@pytest.mark.slow
 def test_each_batch_of_a_judge_has_the_mean_of_its_votes(tmp_path: Path, engine: PlainEngine) -> None:
     judge = {"dataset": "answers", "rubric": "Good."}
     with dataset_project(tmp_path, batch_rows=4, judge=judge, source=None, prompt=None, id=None) as site:
@@ -150,6 +153,7 @@ def test_a_language_that_nobody_tells_ends_the_run_before_an_engine_is_asked(
         assert "d: gates: expected languages of af, " in site.reason()
 
 
+@pytest.mark.slow
 def test_a_gate_that_was_accepted_before_or_is_off_pauses_nothing(tmp_path: Path, engine: PlainEngine) -> None:
     with project(tmp_path, max_cut_rate=None) as site:
         begun(site)

@@ -86,6 +86,7 @@ def test_the_page_of_a_run_has_rows_and_rate(
     assert str(told[-1].description).startswith("60 of 60 rows, ")
 
 
+@pytest.mark.slow
 def test_committed_batches_are_reported_again_and_cost_nothing(site: DatasetProject, engine: SimulatedEngine):
     assert site.run_rows("00000", "00002", engine.url).success
     first = {key: tags["dagster/data_version"] for key, tags, _ in site.events()}
@@ -154,6 +155,7 @@ def test_an_interrupt_gives_the_lease_back_once_and_what_was_journaled_is_not_as
     assert by_run.total() == 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_run_that_somebody_ends_says_so_without_a_traceback(
     site: DatasetProject, engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch, asked: bool
@@ -203,6 +205,7 @@ def test_two_materializations_of_one_range_ask_for_each_row_once(site: DatasetPr
     assert engine.get("/simulator/stats")["requests"] - before <= 60 + 2  # a canary of each run
 
 
+@pytest.mark.slow
 def test_regenerate_writes_the_next_generation_of_every_batch(site: DatasetProject, engine: SimulatedEngine):
     assert site.run_rows("00000", "00001", engine.url).success
     result = site.run_rows("00000", "00001", engine.url, config={"regenerate": True})

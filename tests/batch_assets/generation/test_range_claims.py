@@ -264,6 +264,7 @@ def journaled_or_committed(site: SharedDataset) -> int:
     return len(done) * BATCH + len(waiting)
 
 
+@pytest.mark.slow
 def test_a_regenerate_and_an_ordinary_run_are_distinct_work(site: SharedDataset) -> None:
     asyncio.run(site.work(site.begin("zero")))
     ordinary, again = site.begin("one"), site.begin("two", intent=Intent("two", regenerate=True))

@@ -42,6 +42,7 @@ def asked_seeds(folder: Path, seed: int | None) -> list[int | None]:
         return [one.get("seed") for one in engine.requests]
 
 
+@pytest.mark.slow
 def test_each_of_equal_rows_has_a_seed_of_its_own_that_stays(tmp_path: Path) -> None:
     first = asked_seeds(tmp_path / "first", 7)
     assert len(first) == 3 and 7 in first and len(set(first)) == 3
@@ -72,6 +73,7 @@ def write(site: DatasetProject, *ids: str) -> None:
     (site.folder / "questions.jsonl").write_text("\n".join(lines) + "\n")
 
 
+@pytest.mark.slow
 def test_equal_rows_with_ids_keep_their_seeds_and_answers_over_refreshes(tmp_path: Path) -> None:
     sampling = {"temperature": 1, "max_tokens": 16, "seed": 7}
     with plain_engine(MODEL) as engine, dataset_project(tmp_path, sampling=sampling) as site:

@@ -153,6 +153,7 @@ def test_a_write_that_failed_is_made_again_by_the_probe_once_reads_answer():
     assert len(writes) == 1  # none while writes succeed
 
 
+@pytest.mark.slow
 def test_after_the_lease_was_given_back_a_store_that_takes_writes_again_is_noticed_and_the_run_goes_on(
     local_objects: LocalObjects, monkeypatch: pytest.MonkeyPatch
 ):

@@ -95,6 +95,7 @@ def test_a_run_waits_for_its_store_and_believes_no_empty_listing(
     assert site.store.objects_by_batch() == before
 
 
+@pytest.mark.slow
 def test_the_source_is_not_read_for_ever_beside_a_store_that_hangs(
     site: DatasetProject, monkeypatch: pytest.MonkeyPatch
 ):
@@ -150,6 +151,7 @@ def test_silence_that_is_too_long_is_an_error():
         store_reads.silence(health)
 
 
+@pytest.mark.slow
 def test_a_store_that_goes_away_while_it_is_compared_makes_no_batch_void(
     site: DatasetProject, engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
 ):

@@ -47,6 +47,7 @@ def until(said: str, found: object, seconds: float = 20.0) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_row_costs_its_tokens_and_every_figure_is_their_sum(site: DatasetProject) -> None:
     assert site.run_rows("00000", "00003", None).success
     objects = [batch for found in site.store.objects_by_batch().values() for batch in found]
@@ -61,6 +62,7 @@ def test_a_row_costs_its_tokens_and_every_figure_is_their_sum(site: DatasetProje
     assert cost.usd.wasted == 0 and cost.rows == summary.rows == ROWS
 
 
+@pytest.mark.slow
 def test_the_budget_stops_it_before_it_is_passed_and_it_goes_on_when_that_is_raised(site: DatasetProject) -> None:
     budget = 1.0
     site.fleet_db.begin_request("d", "r", budget_usd=budget)
@@ -76,6 +78,7 @@ def test_the_budget_stops_it_before_it_is_passed_and_it_goes_on_when_that_is_rai
     assert done == [True] and site.fleet_db.spend("d").usd > budget
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cached", "usd"), [(None, 0.017), (4, 0.0142), (99, 0.0135)])
 def test_a_row_costs_less_as_far_as_its_prompt_came_from_the_cache(
     tmp_path: Path, cached: int | None, usd: float

@@ -240,6 +240,7 @@ def test_datasets_without_turns_have_the_columns_that_they_had(tmp_path: Path, s
     assert spec_version(spec(prompt=plain)) != spec_version(spec(prompt={"turns": ["{{ q }}", "x"]}))
 
 
+@pytest.mark.slow
 def test_the_job_of_a_dataset_publishes_conversations_and_shows_them(tmp_path: Path) -> None:
     prompt = {"turns": ["{{ question }}", "Why?"]}
     with plain_engine(MODEL) as engine, dataset_project(tmp_path, prompt=prompt) as site:

@@ -317,6 +317,7 @@ def test_answers_under_way_are_kept_when_the_users_engine_ends_the_run(tmp_path:
         assert len(answering.requests) == 6, "each answer was asked once"
 
 
+@pytest.mark.slow
 def test_a_run_finds_the_engine_in_fleet_yaml_and_its_cost_is_on_the_bill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

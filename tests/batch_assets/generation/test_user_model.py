@@ -100,6 +100,7 @@ def test_each_text_of_a_killed_run_is_asked_once(tmp_path: Path, store: DatasetS
     assert {tuple(turn.user_model is not None for turn in one.turns) for one in whole} == {(False, True, True)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fails", "left", "code"),
     [

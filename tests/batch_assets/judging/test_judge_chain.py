@@ -110,6 +110,7 @@ def steps(tmp_path: Path, local_objects: Objects) -> Iterator[Steps]:
         yield made
 
 
+@pytest.mark.slow
 def test_each_answer_has_its_votes_and_a_refresh_asks_for_those_of_new_answers(steps: Steps) -> None:
     steps.step(ANSWERS)
     _, asked = steps.step(SCORES)
@@ -135,6 +136,7 @@ def test_judged_rows_and_those_that_pass_are_read_by_other_datasets(steps: Steps
     assert set(every) == set(steps.table("answers")["row_id"]) and "answer 0 1 3.0" in every.values()
 
 
+@pytest.mark.slow
 def test_every_pair_of_a_group_is_asked_in_both_orders(steps: Steps) -> None:
     steps.step(ANSWERS)
     _, asked = steps.step(PAIRS)

@@ -166,6 +166,7 @@ def near(one: float | None, other: float | None) -> bool:
     return one is other if one is None or other is None else math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_random_votes_count_as_a_plain_reference_counts_them(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
@@ -215,6 +216,7 @@ def test_a_row_wins_a_pair_where_both_orders_say_so(tmp_path: Path) -> None:
     assert (report.votes, report.lost, report.lost_by) == (6, 1, {"prompt_too_long": 1})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_random_pairs_count_as_a_plain_reference_counts_them(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
@@ -253,6 +255,7 @@ def test_random_pairs_count_as_a_plain_reference_counts_them(tmp_path: Path, see
         assert (row["error"] == "no_vote") == (not pairs)
 
 
+@pytest.mark.slow
 def test_the_same_votes_make_the_same_files_and_others_another_version(tmp_path: Path) -> None:
     votes = [(f"a{n % 40}", score(1 + n % 5)) for n in range(120)]
     one, other = (voted(judging(POINTWISE), tmp_path / name, votes) for name in ("one", "other"))

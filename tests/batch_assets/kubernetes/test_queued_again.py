@@ -60,6 +60,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Iterator[Queue]:
         yield of
 
 
+@pytest.mark.slow
 def test_a_run_whose_job_was_not_created_is_queued_again_and_launched(queue: Queue) -> None:
     run, launcher = queue([JobNotCreated("away")] * RETRIES, RETRIES)
     assert run.status is dg.DagsterRunStatus.QUEUED and launcher.launched == []
@@ -67,6 +68,7 @@ def test_a_run_whose_job_was_not_created_is_queued_again_and_launched(queue: Que
     assert run.status is dg.DagsterRunStatus.STARTING and launcher.launched == [run.run_id]
 
 
+@pytest.mark.slow
 def test_it_is_not_tried_for_ever(queue: Queue) -> None:
     run, launcher = queue([JobNotCreated("away")] * 100, RETRIES + 1)
     assert run.status is dg.DagsterRunStatus.FAILURE and launcher.launched == []

@@ -75,6 +75,7 @@ def said(process: subprocess.Popen[str]) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 def test_the_template_has_the_code_of_workers_but_no_dataset_and_has_started_no_thread(tmp_path: Path):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "defs.yaml").write_text("type: [")

@@ -155,6 +155,7 @@ def test_a_truncated_batch_is_noticed_by_its_size_also_by_who_never_saw_it_whole
     assert site.run().ok
 
 
+@pytest.mark.slow
 def test_a_batch_that_comes_back_as_it_was_is_not_generated_again(site: HealedDataset):
     store, path = site.site.store, site.newest("00000")
     data = store.objects.get(path)

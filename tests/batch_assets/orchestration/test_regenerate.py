@@ -61,6 +61,7 @@ def agrees(site: DatasetProject) -> bool:
     return verify(site.store, ledger_of_reports(Catalog(site.instance, "d").reports())).ok
 
 
+@pytest.mark.slow
 def test_all_rows_are_asked_again(site: DatasetProject, engine: PlainEngine) -> None:
     # What a killed run has left in the journal of before is no new answer.
     left = {"00000": list(site.store.outcomes(next(iter(site.store.current_objects(
@@ -75,6 +76,7 @@ def test_all_rows_are_asked_again(site: DatasetProject, engine: PlainEngine) -> 
     assert site.run_rows("00000", LAST, engine.url).success and len(engine.requests) == 40  # once
 
 
+@pytest.mark.slow
 def test_only_rows_that_meet_the_condition_are_asked_again(site: DatasetProject, engine: PlainEngine) -> None:
     before = rows(site)
     assert ask_again(site, engine, "row_id IN ('id-0003', 'id-0004') AND finish_reason = 'stop'").success
@@ -86,6 +88,7 @@ def test_only_rows_that_meet_the_condition_are_asked_again(site: DatasetProject,
     assert len(after) == 20 and agrees(site)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("condition", "said"),
     [
@@ -102,6 +105,7 @@ def test_a_condition_that_cannot_be_used_marks_nothing(
     assert not missing(site)
 
 
+@pytest.mark.slow
 def test_it_says_how_many_rows_and_what_they_cost_before_it_asks(
     site: DatasetProject, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

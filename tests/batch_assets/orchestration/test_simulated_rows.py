@@ -71,6 +71,7 @@ def publish(site: DatasetProject) -> bool:
     return table.simulated
 
 
+@pytest.mark.slow
 def test_simulated_batches_are_made_anew_for_a_real_engine(
     site: DatasetProject, simulator: SimulatedEngine, real: PlainEngine
 ) -> None:
@@ -91,6 +92,7 @@ def test_simulated_batches_are_made_anew_for_a_real_engine(
     assert verify(site.store, ledger_of_reports(Catalog(site.instance, "d").reports())).differences == ()
 
 
+@pytest.mark.slow
 def test_simulated_rows_come_neither_over_nor_beside_those_of_a_model(
     site: DatasetProject, simulator: SimulatedEngine, real: PlainEngine
 ) -> None:
@@ -107,6 +109,7 @@ def test_simulated_rows_come_neither_over_nor_beside_those_of_a_model(
     assert refresh(site, simulator.url).success  # nothing is missing: nobody is asked
 
 
+@pytest.mark.slow
 def test_no_model_is_asked_about_the_texts_of_a_simulator(
     tmp_path: Path, simulator: SimulatedEngine, real: PlainEngine
 ) -> None:
@@ -120,6 +123,7 @@ def test_no_model_is_asked_about_the_texts_of_a_simulator(
         assert "expected a table of topics that a model wrote" in site.reason() and not real.requests
 
 
+@pytest.mark.slow
 def test_a_real_engine_writes_no_rows_beside_simulated_ones(
     site: DatasetProject, simulator: SimulatedEngine, real: PlainEngine
 ) -> None:
@@ -128,6 +132,7 @@ def test_a_real_engine_writes_no_rows_beside_simulated_ones(
     assert "other batches of the dataset are simulated" in site.reason() and "d_refresh" in site.reason()
 
 
+@pytest.mark.slow
 def test_without_an_engine_the_refresh_says_what_can_be_had(site: DatasetProject) -> None:
     (site.folder / "fleet.yaml").unlink()
     assert not refresh(site).success
@@ -139,6 +144,7 @@ def test_without_an_engine_the_refresh_says_what_can_be_had(site: DatasetProject
     assert refresh(site, **{SIMULATE_TAG: "true"}).success
 
 
+@pytest.mark.slow
 def test_without_an_engine_rows_of_a_model_are_no_reason_to_speak_of_a_simulator(
     site: DatasetProject, real: PlainEngine
 ) -> None:

@@ -24,6 +24,7 @@ REAL = Origin("m", "vllm-1", "test", "gpu", False, "run")
 NAMED = "tiny-2026-08-06"
 
 
+@pytest.mark.slow
 def test_rows_have_the_model_that_their_answer_names_and_the_table_the_one_that_was_asked_for(tmp_path: Path) -> None:
     with plain_engine(MODEL) as engine, dataset_project(tmp_path) as site:
         site.source([f"What is {i}?" for i in range(10)])

@@ -135,6 +135,7 @@ def test_long_prompts_make_small_row_groups(store: DatasetStore, tmp_path: Path)
     assert [line[0]["content"][:7] for line in frame["prompt"].to_list()[250:]] == ["0000007"] * 200
 
 
+@pytest.mark.slow
 def test_duplicates_of_long_prompts_come_in_small_tables(store: DatasetStore, tmp_path: Path) -> None:
     rows = [SourceRow("long", "x" * (1 << 20), {}), *(SourceRow(f"r{i}", "short", {}) for i in range(300))]
     copies = {f"c{i}": "long" if i % 3 == 0 else f"r{i}" for i in range(300)}

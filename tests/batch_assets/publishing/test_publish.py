@@ -42,6 +42,7 @@ def read(store: DatasetStore, table: PublishedTable) -> pl.DataFrame:
     return pl.read_parquet(table.glob(store.objects))
 
 
+@pytest.mark.slow
 def test_the_table_has_one_line_per_source_row_in_snapshot_order(any_objects: Objects, tmp_path: Path) -> None:
     store = DatasetStore(any_objects, "sums")
     manifest = write_snapshot(store, questions(47))

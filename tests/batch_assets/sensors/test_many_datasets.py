@@ -154,6 +154,7 @@ def test_a_dataset_is_compared_once_its_store_or_the_catalog_has_something_of_it
     assert found.problems, "the catalog has batches, the store nothing"
 
 
+@pytest.mark.slow
 def test_of_two_hundred_files_of_which_three_are_broken_none_is_read_again_by_a_tick(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

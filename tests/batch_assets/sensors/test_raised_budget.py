@@ -167,6 +167,7 @@ def test_an_engine_that_is_paid_by_the_token_is_paused_at_the_price_of_a_row_and
     assert paused(site).endswith("are spent, and a row may cost 0.04 $")
 
 
+@pytest.mark.slow
 def test_what_gates_have_paused_stays_so_until_they_are_accepted_whatever_is_planned(site: SensorDataset) -> None:
     site.tick("capacity")
     assert site.fleet_db.override("d", budget_usd=50)

@@ -137,6 +137,7 @@ def test_a_new_request_for_one_dataset_leaves_failed_publications_of_another_alo
     assert voids(site) == [publish_job("d0")]
 
 
+@pytest.mark.slow
 def test_a_lost_table_is_published_again_by_the_next_tick_of_the_publisher(
     site: SensorDataset, monkeypatch: pytest.MonkeyPatch
 ):

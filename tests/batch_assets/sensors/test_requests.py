@@ -42,6 +42,7 @@ def test_prompts_materialized_by_hand_spend_nothing_also_after_an_earlier_refres
     assert launched(site) == [("00000", "00002")]
 
 
+@pytest.mark.slow
 def test_prompts_materialized_by_hand_on_an_unchanged_source_do_not_stop_a_request(site: DatasetProject):
     assert site.materialize("prompts", tags=REFRESH).success
     assert site.materialize("prompts").success
@@ -66,6 +67,7 @@ def test_a_redrive_is_no_standing_order_for_the_dead_letters_of_later_snapshots(
     assert launched(site) == [("00002", "00002")]
 
 
+@pytest.mark.slow
 def test_a_publication_that_is_to_be_retried_is_awaited(site: DatasetProject):
     assert site.materialize("prompts").success
     with simulated_engine("--speed", "100", model=MODEL) as engine:

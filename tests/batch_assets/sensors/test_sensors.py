@@ -528,6 +528,7 @@ def test_the_end_of_a_worker_is_told_by_the_code_server_that_started_it(
 # backfills.py: what we lean on is not promised by Dagster
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", list(BulkActionStatus))
 def test_a_backfill_is_open_until_it_has_ended(site: SensorDataset, status: BulkActionStatus):
     """Ended: what Dagster's own list of terminal states says, and its daemon's legacy COMPLETED."""

@@ -71,6 +71,7 @@ def read(cells: list[Any], base: Path, **options: Any) -> tuple[list[list[RowMed
     return RowAudio(AudioSpec(columns=["sound"], **options), base).of(block, refused), refused
 
 
+@pytest.mark.slow
 def test_rows_ask_with_their_sounds_and_the_table_has_only_their_digests(tmp_path: Path) -> None:
     one, other = wav(), mp3()
     (tmp_path / "sounds").mkdir()

@@ -453,6 +453,7 @@ def _prompts(bench: Bench, manifest: SnapshotManifest) -> list[str]:
     return [orjson.loads(row.prompt)[0]["content"] for row in bench.rows(manifest)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["my col", "a.b", "range", "my-col", "0", "loop", "it's", "größe (m²)"])
 def test_a_column_of_any_name_can_be_written(bench: Bench, name: str) -> None:
     written = "{{ row[" + repr(name) + "] }}"
@@ -557,6 +558,7 @@ def test_one_inserted_one_changed_and_one_deleted_of_7473_ask_for_two_rows(bench
     assert bench.build(rows, **options) == second
 
 
+@pytest.mark.slow
 def test_many_refreshes_keep_every_row_in_its_batch(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot_files, "BUCKET_BYTES", 2000)
     rows = [{"q": f"q{i}", "n": i} for i in range(1200)]
@@ -618,6 +620,7 @@ def test_duplicates_are_asked_once_and_listed_with_the_row_that_is_asked(bench: 
     assert len({row["row_id"] for row in duplicates.to_pylist()} | of_ids) == 9
 
 
+@pytest.mark.slow
 def test_a_crash_while_writing_leaves_the_snapshot_before_and_the_next_try_completes(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

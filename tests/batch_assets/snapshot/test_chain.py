@@ -132,6 +132,7 @@ def chain(tmp_path: Path, local_objects: Objects) -> Iterator[Chain]:
         yield made
 
 
+@pytest.mark.slow
 def test_a_refresh_asks_exactly_the_rows_below_what_changed(chain: Chain) -> None:
     assert chain.refresh() == [3, 6, 6, 3]
     assert chain.rows("judge")["sun"] == "sun: [<Say it shorter: <s1>>][<Say it shorter: <s2>>]"
@@ -253,6 +254,7 @@ def test_where_and_limit_count_rows_as_they_are_after_the_list_was_taken_apart(c
     assert set(chain.rows("judge")) == {"sun", "mars"}
 
 
+@pytest.mark.slow
 def test_preview_and_plan_see_the_rows_that_a_snapshot_has(chain: Chain) -> None:
     chain.refresh(TOPICS, QUESTIONS, ANSWERS)
     for attributes, count in ((QUESTIONS, 6), (JUDGE, 3)):
@@ -419,6 +421,7 @@ edits = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(lists=st.lists(st.lists(st.sampled_from("abcdef"), max_size=6), min_size=1, max_size=5), edits=edits)
 def test_an_element_keeps_its_id_whatever_else_changes_in_its_list(lists: list[list[str]], edits: Any) -> None:
@@ -492,6 +495,7 @@ def test_groups_that_are_too_large_and_rows_without_a_key_are_rejects(
     assert "expected at most 1,048,576 bytes in a row of a group" in long[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "length", "found"), [(10_001, 1, "10,001 rows of 0 MiB"), (18, 1_000_000, "18 rows of 17 MiB")]
 )

@@ -13,6 +13,7 @@ from typing import Any
 
 import orjson
 import pyarrow.parquet as pq
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -116,6 +117,7 @@ def expected(rows: Source, dataset: dict[str, Any]) -> list[tuple[str, str]]:
     return [(row_id, f"{json.dumps(row['q'])}|{json.dumps(row['k'])}") for row_id, row in found]
 
 
+@pytest.mark.slow
 @settings(max_examples=5, deadline=None)
 @given(seed=st.integers(0, 1 << 32))
 def test_each_row_is_asked_once_whatever_is_combined_and_edited(seed: int) -> None:

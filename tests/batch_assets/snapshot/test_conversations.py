@@ -296,6 +296,7 @@ def test_any_value_is_a_conversation_or_has_one_reason(value: Any) -> None:
         assert read_conversation(json.loads(orjson.dumps(found))) == found
 
 
+@pytest.mark.slow
 def test_conversations_are_sent_as_they_are_and_stand_in_the_table(tmp_path: Path) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "look"}]}]
     begun = [ASKED[1], {"role": "assistant", "content": "Well"}]

@@ -75,6 +75,7 @@ def rows_of(folder: Path, objects: Objects, **prompt: Any) -> dict[str, Row]:
     return {row.row_id: row for _, rows in store.rows(manifest, store.entries(manifest.snapshot)) for row in rows}
 
 
+@pytest.mark.slow
 def test_rows_ask_with_their_images_and_the_table_has_only_their_digests(tmp_path: Path):
     one, other = picture(), picture("JPEG")
     (tmp_path / "photos").mkdir()

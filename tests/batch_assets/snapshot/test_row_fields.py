@@ -188,6 +188,7 @@ def test_tools_that_are_none_make_their_row_bad(tmp_path: Path, cell: Any, words
     assert words in row.refused and len(row.refused) < 250
 
 
+@pytest.mark.slow
 def test_tools_of_rows_are_sent_and_their_calls_kept(tmp_path: Path) -> None:
     lines = [
         {"id": "a", "question": "x", "tools": [TOOL], "choice": "required"},

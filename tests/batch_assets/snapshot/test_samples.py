@@ -91,6 +91,7 @@ def test_without_the_key_everything_is_as_before_and_sample_0_is_that_row(made: 
     assert sample_digest(b"k" * 32, 0) == b"k" * 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attributes", [{}, WITH_ID])
 def test_more_samples_ask_for_the_new_ones_only_and_fewer_remove_rows(
     made: Samples, attributes: dict[str, Any]
@@ -132,6 +133,7 @@ def test_the_table_has_the_number_of_each_sample_and_everything_agrees(
     assert "2 lines, one per sample" in card and "| `sample_index` | int32 | which answer" in card
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     questions=st.lists(st.sampled_from("abc"), min_size=1, max_size=6),

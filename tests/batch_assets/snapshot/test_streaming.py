@@ -123,6 +123,7 @@ def asked(store: DatasetStore) -> dict[str, str]:
     return {row.row_id: row.row_key for _, rows in found for row in rows}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(BELOW))
 def test_the_last_snapshot_is_that_of_the_table_whenever_rows_were_read_before(
     site: UpstreamDataset, kind: str
@@ -151,6 +152,7 @@ def test_the_last_snapshot_is_that_of_the_table_whenever_rows_were_read_before(
     assert store.snapshots() == [last.snapshot]
 
 
+@pytest.mark.slow
 def test_a_snapshot_of_rows_so_far_says_so_and_never_comes_after_one_of_the_table(site: UpstreamDataset) -> None:
     keys = [entry.key for entry in site.up.entries(site.up.current_snapshot() or "")]
     plain = below("plain")

@@ -100,6 +100,7 @@ def test_a_damaged_snapshot_is_made_again(source: Source):
     assert source.store.objects.exists(source.store.snapshot_path(first.snapshot, first.shards[0].path))
 
 
+@pytest.mark.slow
 def test_objects_of_a_bucket_are_told_apart_by_their_etags(tmp_path: Path, local_objects: Objects, s3_objects: Objects):
     s3_objects.put("rows.jsonl", LINES.encode())
     source = Source(tmp_path, local_objects, f"s3://bucket/{tmp_path.name}/rows.jsonl")

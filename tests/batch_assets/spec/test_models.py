@@ -508,6 +508,7 @@ def test_a_prompt_that_cannot_print_the_column_it_means_is_refused_and_says_how_
         assert spec(prompt={"user": honest})
 
 
+@pytest.mark.slow
 def test_a_conversation_has_at_most_500_messages() -> None:
     messages = [{"role": "user", "content": "{{ a }}"}] * 10_000
     said = problem(prompt={"messages": messages})

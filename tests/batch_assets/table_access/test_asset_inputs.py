@@ -61,6 +61,7 @@ def taken(instance: dg.DagsterInstance, store: str, kind: Any) -> Any:
     return given[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "count"),
     [

@@ -25,6 +25,7 @@ def published(objects: Objects, workdir: Path, rows: int, now: float = 0.0, name
     return publish(store, manifest, card=Card(), now=now, workdir=workdir, part_rows=10).version
 
 
+@pytest.mark.slow
 def test_every_reader_has_the_lines_of_the_table(any_objects: Objects, tmp_path: Path) -> None:
     version = published(any_objects, tmp_path, 25)
     found = table("sums", store=any_objects.root)

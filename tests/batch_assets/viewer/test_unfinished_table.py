@@ -38,6 +38,7 @@ def ids(*batches: int) -> list[str]:
     return [f"id-{10 * batch + row:06d}" for batch in batches for row in range(10)]
 
 
+@pytest.mark.slow
 def test_each_look_has_the_rows_that_were_committed_since_and_lines_stay(
     page: ViewerPage, any_objects: Objects
 ) -> None:
@@ -63,6 +64,7 @@ def test_each_look_has_the_rows_that_were_committed_since_and_lines_stay(
     assert len(answer.text.splitlines()) == 40
 
 
+@pytest.mark.slow
 def test_another_snapshot_and_a_batch_that_is_made_again_begin_anew(page: ViewerPage, any_objects: Objects) -> None:
     store, manifest = begun(any_objects)
     commit(store, manifest, keys=["00001", "00002"], dead=["id-000012"])
@@ -78,6 +80,7 @@ def test_another_snapshot_and_a_batch_that_is_made_again_begin_anew(page: Viewer
     assert sorted(one for _, one in old["rows"]) == ids(0, 1)  # batch 1 is the same in both snapshots
 
 
+@pytest.mark.slow
 def test_a_published_table_is_not_being_made(page: ViewerPage, any_objects: Objects, tmp_path: Path) -> None:
     store, manifest = begun(any_objects, 20)
     commit(store, manifest)

@@ -62,6 +62,7 @@ def local(local_objects: Objects, tmp_path: Path) -> Iterator[ViewerPage]:
     tables.close()
 
 
+@pytest.mark.slow
 def test_pages_sorts_filters_and_searches_find_the_lines_of_the_table(page: ViewerPage) -> None:
     all_ids = [f"id-{i:06d}" for i in range(ROWS)]
     assert page.ask("tables").json() == {"datasets": [{"name": "sums", "table": True, "parts": []}]}
@@ -83,6 +84,7 @@ def test_pages_sorts_filters_and_searches_find_the_lines_of_the_table(page: View
     assert page.ids(search="plus", conditions=[level, topic]) == both
 
 
+@pytest.mark.slow
 def test_histograms_count_what_is_found_whatever_is_chosen_in_themselves(page: ViewerPage) -> None:
     assert set(page("table")["pictured"]) >= {"topic", "level", "finish_reason", "error", "completion_tokens"}
     assert page.bars("topic") == {"topic 0": 14, "topic 1": 13, "topic 2": 13}
@@ -95,6 +97,7 @@ def test_histograms_count_what_is_found_whatever_is_chosen_in_themselves(page: V
     assert page("histogram", column="output")["histogram"] is None
 
 
+@pytest.mark.slow
 def test_a_row_is_shown_whole_with_the_other_answers_to_its_prompt(page: ViewerPage) -> None:
     row = page("row", line=3)["row"]
     assert (row["row_id"], row["output"], row["error"]) == ("id-000003", None, "prompt_too_long")
@@ -111,6 +114,7 @@ def test_answers_to_the_same_prompt_stand_side_by_side(local_objects: Objects, t
     assert [(one["line"], one["sample_index"]) for one in found] == [(3, 0), (4, 1), (5, 2)]
 
 
+@pytest.mark.slow
 def test_two_versions_differ_in_what_was_added_removed_and_changed(any_objects: Objects, tmp_path: Path) -> None:
     rows = questions(ROWS)
     older = published(any_objects, tmp_path, rows, now=1.0)
@@ -130,6 +134,7 @@ def test_two_versions_differ_in_what_was_added_removed_and_changed(any_objects: 
     assert [(row["change"], row["after"]) for row in only["rows"]] == [("removed", None)]
 
 
+@pytest.mark.slow
 def test_a_selection_is_saved_as_lines_of_the_table(page: ViewerPage, monkeypatch: pytest.MonkeyPatch) -> None:
     query = {"conditions": [{"column": "level", "values": [4]}], "sort": "row_id", "descending": True}
     answer = page.ask("export", table=page.table, query=query, form="jsonl")
@@ -151,6 +156,7 @@ def test_an_empty_selection_is_saved_too(local: ViewerPage) -> None:
     assert (saved.num_rows, "row_id" in saved.column_names) == (0, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text", [EVIL, "'", '"', ".*", "(", "[", "\\", "%", "a{3", "é", "日本", "\n", "x" * 200, "$1", "?", "\\x{41}"]
 )
@@ -171,6 +177,7 @@ def test_what_a_user_wrote_is_only_ever_text(local: ViewerPage, text: str) -> No
     assert len(local.ids()) == ROWS + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "body", "status"),
     [
@@ -275,6 +282,7 @@ def test_bins_hold_every_value(low: float, span: float, share: float, whole: boo
     assert last is None or last >= high - 1e-6 * max(1.0, abs(high)) - 1e-8 * bins.width
 
 
+@pytest.mark.slow
 @given(st.text(max_size=30))
 def test_a_pattern_finds_its_own_text(text: str) -> None:
     with duckdb.connect() as connection:

@@ -76,6 +76,7 @@ def test_a_step_of_the_clock_keeps_what_over_leases_cost_by_the_token_with_their
     assert fleet_db.spend("d").usd == pytest.approx(0.9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", STEPS)
 def test_a_step_of_the_clock_leaves_leases_runs_and_bills_as_long_as_they_were(
     opened: Open, clocks: Clocks, seconds: float

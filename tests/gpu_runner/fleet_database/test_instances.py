@@ -262,6 +262,7 @@ def test_a_machine_that_the_provider_calls_ended_takes_its_leases_with_it(fleet_
     assert fleet_db.costs()[0].seconds.total == 5
 
 
+@pytest.mark.slow
 def test_a_machine_taken_for_gone_that_is_alive_is_to_end_and_billed_again(fleet_db: FleetDatabase, clock: Clock):
     lease = ready(fleet_db)
     fleet_db.seen("ba-1")
@@ -536,6 +537,7 @@ def test_a_bill_begins_neither_before_its_intent_nor_later_than_it_was_listed(
     assert fleet_db.billed().seconds == pytest.approx(billed + 1)
 
 
+@pytest.mark.slow
 def test_speeds_are_those_of_the_newest_instances_of_each_kind(fleet_db: FleetDatabase, clock: Clock):
     """Bills are kept for ever: what the planner reads every few seconds must not grow with them."""
     for number in range(MEASURED + 20):

@@ -110,6 +110,7 @@ def test_full_memory_stops_neither_the_search_for_poison_nor_a_drain(poison: dic
     run(main)
 
 
+@pytest.mark.slow
 def test_two_engines_share_one_memory() -> None:
     async def main() -> None:
         sink = Sink()

@@ -114,6 +114,7 @@ def of(kind: str) -> object:
 KINDS = ("kill", "hang", "once late", "rejected", "denied", "fails", "always", "busy", "large")
 
 
+@pytest.mark.slow
 @property_test(
     25,
     400,

@@ -122,6 +122,7 @@ async def passed_by(urgency: Urgency, *, sizes: Sequence[int] = (10,), told: boo
     return engine.asked.total() - asked - sum(sizes), reads
 
 
+@pytest.mark.slow
 def test_a_batch_that_comes_later_and_is_due_sooner_passes_rows_that_were_read() -> None:
     async def main() -> None:
         passed, reads = await passed_by(SOON)
@@ -154,6 +155,7 @@ def test_batches_that_come_together_and_are_due_sooner_all_pass_them() -> None:
     run(main)
 
 
+@pytest.mark.slow
 def test_rows_of_an_engine_that_is_lost_do_not_go_before_those_that_are_due_sooner() -> None:
     async def main() -> None:
         sink, first, second = Sink(), FakeEngine(slots=600, seconds=1000.0), FakeEngine(slots=8)
@@ -630,6 +632,7 @@ def test_the_window_finds_an_unknown_engine_s_slots() -> None:
     run(main)
 
 
+@pytest.mark.slow
 def test_a_large_window_is_opened_in_bursts() -> None:
     async def main() -> None:
         engine = FakeEngine(slots=4096, seconds=100)

@@ -147,6 +147,7 @@ def test_a_stalled_engine_is_given_up_and_one_that_wakes_is_kept() -> None:
     with_engine(main)
 
 
+@pytest.mark.slow
 def test_a_storm_of_429_is_sat_out(tmp_path: Path) -> None:
     async def main(engine: SimulatedEngine) -> None:
         sink = Sink()

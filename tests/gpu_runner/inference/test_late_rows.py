@@ -198,6 +198,7 @@ def test_a_second_answer_of_a_list_waits_for_room_as_its_oldest_row_does() -> No
     run(main)
 
 
+@pytest.mark.slow
 @property_test(
     12,
     200,

@@ -185,6 +185,7 @@ def test_a_request_for_more_that_fails_is_tried_again_with_the_same_limit() -> N
     assert engine.limits["r5"] == [15, 30, 60] and found.finish_reason == "stop" and found.tries == 5
 
 
+@pytest.mark.slow
 @given(first=st.integers(1, 40), bound=st.integers(2, 300), tokens=st.integers(0, 30))
 def test_no_request_asks_for_more_than_the_bound_and_all_end(first: int, bound: int, tokens: int) -> None:
     generation = Generation(

@@ -83,6 +83,7 @@ def refused(access: EngineAccess, key: str | None) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_a_machine_boots_serves_and_ends_and_its_name_stays_its_own(site: ProviderCloud):
     provider = site.make()
     machine_id = provider.create(first_offer(provider), "ba-1-a", ORDER)

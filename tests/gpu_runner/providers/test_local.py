@@ -58,6 +58,7 @@ def test_devices_that_cannot_be_divided_are_refused(settings: dict[str, Any]):
         config(**settings)
 
 
+@pytest.mark.slow
 def test_each_instance_gets_gpus_of_its_own_and_frees_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 

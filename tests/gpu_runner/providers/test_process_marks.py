@@ -9,6 +9,8 @@ import sys
 import time
 from collections.abc import Iterator
 
+import pytest
+
 from gpu_runner.providers.process_marks import EXEC_SECONDS, environment, marked
 
 
@@ -23,6 +25,7 @@ def running(command: list[str], variables: dict[str, str]) -> Iterator[int]:
         process.wait()
 
 
+@pytest.mark.slow
 def test_a_process_that_has_just_begun_is_seen():
     """subprocess returns in the middle of execve(2): what the kernel shows of the environment is empty then."""
     with contextlib.ExitStack() as stack:

@@ -70,6 +70,7 @@ def page(url: str, key: str | None = None) -> Any:
         return json.loads(answer.read() or b"null")
 
 
+@pytest.mark.slow
 def test_every_argument_has_sglangs_name_and_is_taken(tmp_path: Path) -> None:
     words = (*Placement(2, 3, 48, 4096).arguments("sglang"), *options(**ALL).arguments())
     with contextlib.ExitStack() as stack:

@@ -265,6 +265,7 @@ def test_the_list_is_late_for_new_and_for_ended_machines(home: Path):
 # Machines that fail or are taken away
 
 
+@pytest.mark.slow
 def test_a_boot_fails_or_hangs_as_ordered(home: Path):
     rules = [{"kind": "boot_fails", "times": 1}, {"kind": "boot_hangs", "times": 1}]
     cloud = simulated_cloud(home, boot_seconds=120, faults=rules)
@@ -358,6 +359,7 @@ def test_spot_machines_may_be_taken_away_so_long_after_their_boot():
 # The meter
 
 
+@pytest.mark.slow
 def test_the_meter_is_exact_and_reads_nothing_but_the_clouds_records(home: Path):
     cloud = simulated_cloud(home, clock=3600, offers=[H100, SPOT], boot_seconds=36_000)
     provider = cloud.providers["sim-a"]

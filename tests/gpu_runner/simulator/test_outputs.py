@@ -241,6 +241,7 @@ LARGE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", LARGE, ids=range(len(LARGE)))
 def test_a_pattern_that_asks_for_too_much_is_refused_at_once(pattern: str) -> None:
     started = time.process_time()

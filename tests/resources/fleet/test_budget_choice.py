@@ -111,6 +111,7 @@ def run(fleet_db: FleetDatabase, offers: Sequence[Offer], max_instances: int = 8
 OFFERS = st.lists(st.tuples(st.floats(0.2, 30), st.floats(0, 900), st.sampled_from(GPUS)), min_size=1, max_size=5)
 
 
+@pytest.mark.slow
 @property_test(
     25,
     400,
@@ -147,6 +148,7 @@ def test_a_run_pauses_for_its_budget_only_where_that_pays_for_no_offer_and_no_wa
         assert found.wait.refusal.enough_usd == pytest.approx(least, rel=0.03), "the sum that would do is the least"
 
 
+@pytest.mark.slow
 @property_test(25, 400, shapes=OFFERS, share=st.floats(0.3, 6))
 def test_where_the_plan_rents_within_the_budget_a_run_leases_at_once(
     shapes: list[tuple[float, float, tuple[str, float]]], share: float

@@ -114,6 +114,7 @@ def site(tmp_path: Path) -> Iterator[FleetRuns]:
         yield found
 
 
+@pytest.mark.slow
 def test_an_instance_is_handed_on_only_to_who_needs_an_engine_that_was_started_so(site: FleetRuns):
     a, b = ({"name": name, "path": f"/{name}"} for name in "ab")
     plain = {"reasoning_parser": "qwen3", "max_num_seqs": 4}
@@ -192,6 +193,7 @@ def test_what_became_of_a_lost_engine_is_in_the_books_or_asked_of_its_provider(s
     assert client.why_lost(leased) == "out of memory"
 
 
+@pytest.mark.slow
 def test_an_instance_that_cannot_be_reached_is_ended(tmp_path: Path):
     offers = [H100, CHEAP, {**CHEAP, "instance_type": "third"}]  # one that failed is not tried again for a minute
     with a_site(tmp_path, offers=offers) as site:
@@ -236,6 +238,7 @@ def test_warm_instances_that_cannot_be_reached_from_here_go_on_for_as_long_as_id
     assert site.running() == []
 
 
+@pytest.mark.slow
 def test_another_model_never_gets_a_warm_instance_of_this_one(site: FleetRuns):
     client = site.client()
     leased = site.acquire(client)
@@ -272,6 +275,7 @@ def test_who_holds_all_instances_is_named_the_fleet_or_the_dataset_itself(
     assert site.waits(second, WaitKind.DATASET_LIMIT, other) == "waiting: e already holds all instances it may lease"
 
 
+@pytest.mark.slow
 def test_runs_with_all_rows_in_flight_at_once_do_not_pile_up_while_the_fleet_may_grow(tmp_path: Path):
     with a_site(tmp_path, offers=[{**CHEAP, "capacity": 2}]) as site:
         site.fleet_db.begin_request("d", "r")
@@ -318,6 +322,7 @@ def test_a_create_without_answer_and_without_effect_is_given_up_and_another_one_
     assert site.fleet_db.offer_failures(3600)
 
 
+@pytest.mark.slow
 def test_engines_that_never_come_up_end_the_search_and_leave_nothing_rented(tmp_path: Path):
     offers = [{**H100, "instance_type": f"type-{i}", "price_per_hour": 2 + i / 10} for i in range(4)]
     with a_site(tmp_path, offers=offers, faults=[{"kind": "boot_fails"}]) as site:
@@ -446,6 +451,7 @@ def test_a_retired_instance_is_ended_when_it_is_given_back_and_an_idle_one_by_th
         assert cost.usd.total == pytest.approx(bills[cost.name], rel=0.05, abs=0.03)  # 0.1 s of ours
 
 
+@pytest.mark.slow
 def test_a_move_is_decided_by_break_even_and_the_old_engine_is_kept_when_it_fails(site: FleetRuns):
     site.cloud.change("sim-a", "cheap", price_per_hour=9.0)
     client = site.client()
@@ -611,6 +617,7 @@ def test_an_instance_is_kept_when_its_successor_is_not_to_be_had(site: FleetRuns
     assert site.running() == [leased.name]
 
 
+@pytest.mark.slow
 def test_a_successor_is_leased_once_by_the_run_that_moves_or_by_the_one_that_waits(site: FleetRuns):
     client, leased, names = dearer_than_the_other(site)
     both = [(names["cheap"], 1), (names["h100"], 1)]

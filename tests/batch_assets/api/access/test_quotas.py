@@ -52,6 +52,7 @@ def at_once(calls: list[Callable[[], str | ApiError]]) -> list[str | ApiError]:
         return list(pool.map(lambda call: call(), calls))
 
 
+@pytest.mark.slow
 def test_of_batches_created_at_the_same_moment_those_are_refused_that_would_be_too_much(records: Records) -> None:
     files = [file_of(records, "t", 4_000) for _ in range(6)] + [file_of(records, "other", 4_000)]
     made = at_once([lambda file=file: created(records, file) for file in files])  # type: ignore[misc]

@@ -33,6 +33,7 @@ from batch_assets.api.settings import ApiLimits
 from resources.objects.opening import LocalObjects
 
 
+@pytest.mark.slow
 def test_each_250_lines_are_a_materialized_partition_found_from_the_store_alone(tmp_path: Path) -> None:
     async def made() -> str:
         async with api_service(tmp_path, engine.url) as site:
@@ -96,6 +97,7 @@ def test_a_damaged_batch_holds_up_the_report_of_no_other(tmp_path: Path, damaged
         assert batches.unreported() == []
 
 
+@pytest.mark.slow
 def test_all_ended_batches_are_compared_at_one_look_and_no_other_is_read(tmp_path: Path) -> None:
     """The catalog keeps the partitions of all batches that ever were: to read them for each look grows for ever."""
     with closing(Records(f"sqlite:///{tmp_path}/api.db")) as records, dg.instance_for_test() as instance:

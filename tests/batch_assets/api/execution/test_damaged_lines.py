@@ -81,6 +81,7 @@ async def becomes(site: WorkerContext, batch_id: str, found: Callable[[BatchReco
     return record
 
 
+@pytest.mark.slow
 @LOSSES
 @pytest.mark.parametrize("status", ["cancelled", "expired"])
 def test_lines_that_a_worker_has_finished_are_delivered_although_its_batch_s_lines_are_damaged(
@@ -109,6 +110,7 @@ def test_lines_that_a_worker_has_finished_are_delivered_although_its_batch_s_lin
     assert len(asked.lines) == len(set(asked.lines))
 
 
+@pytest.mark.slow
 @LOSSES
 @pytest.mark.parametrize("name", ["prompts-00000.parquet", "manifest.json"])
 def test_a_batch_under_way_goes_on_when_its_lines_are_damaged(

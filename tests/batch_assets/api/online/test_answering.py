@@ -297,6 +297,7 @@ def test_engines_that_are_full_slow_admission_to_429(tmp_path: Path, monkeypatch
     serve(tmp_path, monkeypatch, scenario, CONCURRENCY="4")
 
 
+@pytest.mark.slow
 def test_a_queue_that_is_full_refuses_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(site: OnlineCalls, engine: Engine) -> None:
         engine.gate.clear()

@@ -49,6 +49,7 @@ def changed(site: DatasetProject) -> GeneratedDatasetSpec:
     return spec.model_copy(update={"prompt": spec.prompt.model_copy(update={"user": "Say: {{ question }}"})})
 
 
+@pytest.mark.slow
 def test_a_changed_prompt_changes_every_row_and_a_changed_line_one(site: DatasetProject) -> None:
     spec, folder = site.specs["d"]
     assert DeclaredChanges.look(spec, folder, observer(site)).lines("d") == []
@@ -60,6 +61,7 @@ def test_a_changed_prompt_changes_every_row_and_a_changed_line_one(site: Dataset
     assert "cannot be compared" in DeclaredChanges.look(spec, folder, observer(site)).lines("d")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", [None, "question"])
 def test_rows_that_the_source_no_longer_has_are_said(site: DatasetProject, key: str | None) -> None:
     """The table has them until the next run, so that it is not as its file and its source say it."""
@@ -74,6 +76,7 @@ def test_rows_that_the_source_no_longer_has_are_said(site: DatasetProject, key: 
     assert said == "d: 3 rows are in the table and no longer in its source: `batch-assets run d` would remove them"
 
 
+@pytest.mark.slow
 def test_status_verify_and_plan_say_so(site: DatasetProject, capsys: pytest.CaptureFixture[str]) -> None:
     _, folder = site.specs["d"]
     status_command.show_status({"d": 0}, {"d": None}, (), declared=(changed(site), folder), watch=False, as_json=False)

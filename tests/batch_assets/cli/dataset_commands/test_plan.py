@@ -73,6 +73,7 @@ def test_the_cheapest_fleet_that_makes_the_deadline_is_chosen(home: Path) -> Non
     assert found["earliest"]["usd"]["p50"] > found["chosen"]["usd"]["p50"]
 
 
+@pytest.mark.slow
 def test_a_scaled_clock_is_named(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(plan()[1]["clocks"].values()) == {1.0} and plan()[1]["problems"] == []
     monkeypatch.delenv("BATCH_ASSETS_FLEET")

@@ -69,6 +69,7 @@ def test_a_chain_that_was_never_run_asks_the_rows_of_its_source_and_then_what_co
     assert found["steps"][0]["usd_p50"] > 0
 
 
+@pytest.mark.slow
 def test_rows_that_are_new_in_a_source_are_told_from_those_that_were_never_asked(folder: Path):
     declare(folder, ["a", "b"])
     publish_topics(folder)

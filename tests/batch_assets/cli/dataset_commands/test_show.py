@@ -107,6 +107,7 @@ def test_errors_one_row_a_condition_and_a_place_to_begin(store: DatasetStore) ->
     assert row["origin"]["model"] == "simulated/tiny"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -148,6 +149,7 @@ def test_only_the_columns_that_were_asked_for(store: DatasetStore) -> None:
     assert "\x1b[2J" not in ask("--columns", "output", "--key", "id-000010").stdout
 
 
+@pytest.mark.slow
 def test_a_cell_of_megabytes_is_cut_on_a_terminal(store: DatasetStore) -> None:
     manifest = store.manifest(store.current_snapshot() or "")
     commit(store, manifest, keys=["00002"], answer=lambda row, number: f"\x1b[31m<script>{'x' * (10 << 20)}")

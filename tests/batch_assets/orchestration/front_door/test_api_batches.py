@@ -58,6 +58,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_backfill_asks_for_the_lines_without_an_answer_once_more(home: Path) -> None:
     async def steps(instance: dg.DagsterInstance) -> None:
         async with api_service(home, engine.url) as site:
@@ -150,6 +151,7 @@ def test_the_same_request_makes_one_batch_and_its_refusals_say_what_was_found(ho
             redrive.redrive(bad, ["00000"], "run-3", now)
 
 
+@pytest.mark.slow
 def test_a_part_with_all_its_answers_is_not_read_and_the_new_file_lives_no_longer_than_the_old_one(home: Path) -> None:
     async def steps() -> str:
         async with api_service(home, engine.url) as site:

@@ -473,6 +473,7 @@ def test_packed_text_is_read_and_its_damage_is_noticed(tmp_path: Path, ending: s
             rows_of(tmp_path, ["q"], path=file.name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ending", "pack"), [("gz", gzip.compress), ("zst", _zstd)])
 def test_a_decompression_bomb_is_stopped_while_streaming(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str, pack: Any
@@ -567,6 +568,7 @@ for path in sys.argv[1:-1]:
 """
 
 
+@pytest.mark.slow
 def test_an_encrypted_parquet_file_is_refused(tmp_path: Path) -> None:
     encryption = pytest.importorskip("pyarrow.parquet.encryption", reason="pyarrow was built without encryption")
 

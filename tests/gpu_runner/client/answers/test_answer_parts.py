@@ -207,6 +207,7 @@ def test_every_part_that_was_asked_for_stands_in_the_published_table(tmp_path: P
         assert (figures["empty_output_rate"].value, figures["repeated_output_rate"].value) == (0.0, 0.0)
 
 
+@pytest.mark.slow
 def test_text_completions_have_their_log_probabilities_with_offsets(tmp_path: Path) -> None:
     sampling = {"max_tokens": 8, "extra": {"logprobs": 2}}
     with generated(tmp_path, task="completion", prompt={"text": "{{ question }}"}, sampling=sampling) as site:

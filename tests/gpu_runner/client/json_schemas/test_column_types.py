@@ -198,6 +198,7 @@ json_values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(schema=schemas(), value=json_values)
 def test_what_the_schema_takes_fits_its_columns_and_keeps_its_values(schema: dict[str, Any], value: Any) -> None:
     text = orjson.dumps(value).decode()

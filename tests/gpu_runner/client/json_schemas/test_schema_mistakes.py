@@ -141,6 +141,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(SCHEMAS, st.lists(VALUES, min_size=20, max_size=20))
 def test_a_schema_that_is_called_unsatisfiable_has_no_value(schema: dict[str, Any], values: list[Any]):

@@ -234,6 +234,7 @@ def test_four_thousand_leases_are_charged(fleet_db: FleetDatabase, clock: Clock)
     assert sum(line.usd for line in found) == pytest.approx(400 * 20_000 * 0.001)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_a_budget_counts_the_same_seconds_as_the_table_of_spend(fleet_db: FleetDatabase, clock: Clock, seed: int):
     rng = random.Random(seed)

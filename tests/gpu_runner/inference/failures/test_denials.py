@@ -110,6 +110,7 @@ def test_a_key_that_is_revoked_in_mid_run_ends_serving_and_harms_no_row() -> Non
     run(main)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.2, 20.0])
 def test_a_third_of_the_rows_denied_costs_few_canaries(seconds: float) -> None:
     async def main() -> None:
@@ -178,6 +179,7 @@ def test_rows_that_are_all_denied_from_some_moment_on_stop_the_run_and_none_is_c
     run(main)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.2, 20.0])
 def test_a_long_stretch_of_rows_that_are_denied_does_not_stop_the_run(seconds: float) -> None:
     async def main() -> None:

@@ -21,6 +21,7 @@ def make_feed(rows: int, sink: Sink) -> Feed:
     return Feed(iter(batches(rows)), on_row=sink.on_row, on_batch=sink.on_batch, rng=random.Random(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "code", "status", "reason"),
     [

@@ -78,6 +78,7 @@ CASES: dict[str, tuple[int, int, Callable[[int, str], bool], bool, int | None]] 
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [400, 402])
 @pytest.mark.parametrize("case", CASES)
 def test_the_rule(case: str, status: int) -> None:

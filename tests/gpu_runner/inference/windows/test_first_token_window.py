@@ -146,6 +146,7 @@ def test_slots_that_nobody_tells_are_learned_from_a_queue() -> None:
     assert backoff.cap == 64
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.tuples(

@@ -160,6 +160,7 @@ class TimedEngine(FakeEngine):
         return await super().generate(prompt, repair=repair, admit=admit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("share", "at_once"), [(None, 90), (ASKED, 20)])
 def test_a_feed_spreads_its_rows_only_while_somebody_asks(share: InteractiveShare | None, at_once: int) -> None:
     """Of 2,000 rows at 100 slots, each of 10 s, the most that were sent within a second of the second half."""

@@ -123,6 +123,7 @@ def test_a_caller_killed_right_after_has_rented_a_machine_that_boots(home: Path)
     eventually(lambda: not processes(machine.id))
 
 
+@pytest.mark.slow
 def test_a_machine_outlives_the_guarded_process_tree_that_ordered_it(home: Path):
     process = orderer(home, "never", 60, guarded=True)
     assert process.stdout is not None and process.stdout.readline() == b"ordered\n"

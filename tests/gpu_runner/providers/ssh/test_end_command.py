@@ -139,6 +139,7 @@ def host() -> Iterator[Host]:
 HOW = pytest.mark.parametrize("how", ["terminated", "interrupted"])
 
 
+@pytest.mark.slow
 @HOW
 @pytest.mark.parametrize("state", ["away", "busy"])
 def test_while_docker_refuses_the_gpu_stays_taken_and_then_the_end_is_tried_again(host: Host, how: str, state: str):
@@ -160,6 +161,7 @@ def test_while_docker_refuses_the_gpu_stays_taken_and_then_the_end_is_tried_agai
     assert host.create("ba-2").result is Result.OK
 
 
+@pytest.mark.slow
 @HOW
 def test_while_docker_hangs_the_host_answers_and_the_gpu_stays_taken(host: Host, how: str):
     host.begin("ba-1")
@@ -173,6 +175,7 @@ def test_while_docker_hangs_the_host_answers_and_the_gpu_stays_taken(host: Host,
     assert host.containers() == []
 
 
+@pytest.mark.slow
 @HOW
 def test_a_container_that_is_gone_already_holds_no_gpu_whatever_docker_calls_that(host: Host, how: str):
     host.begin("ba-1")
@@ -184,6 +187,7 @@ def test_a_container_that_is_gone_already_holds_no_gpu_whatever_docker_calls_tha
     (host.folder / "containers" / "ba-11").unlink()
 
 
+@pytest.mark.slow
 @HOW
 def test_another_end_command_is_tried_again_until_it_succeeds(host: Host, how: str):
     host.begin("ba-1", ("test", "-e", str(host.folder / "gone")))
@@ -205,6 +209,7 @@ def test_the_log_says_with_which_status_the_end_command_failed(tmp_path: Path, s
     assert "end command failed with status 7; GPUs 0 stay taken" in (tmp_path / "ba-1.log").read_text()
 
 
+@pytest.mark.slow
 def test_the_end_command_of_an_earlier_version_ends_too_when_its_container_is_gone(host: Host):
     host.begin("ba-1", ("docker", "rm", "-f", "{name}"))
     host.docker_is("busy")
@@ -216,6 +221,7 @@ def test_the_end_command_of_an_earlier_version_ends_too_when_its_container_is_go
     assert host.told() == {}
 
 
+@pytest.mark.slow
 def test_who_looks_after_a_failed_end_may_die_too(host: Host):
     host.begin("ba-1")
     host.docker_is("away")

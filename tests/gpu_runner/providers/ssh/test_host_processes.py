@@ -111,6 +111,7 @@ def test_only_a_program_that_has_just_begun_may_be_anybodys():
         assert not {str(one.pid) for one in (without, plain, zombie)} & set(done.stdout.decode().split())
 
 
+@pytest.mark.slow
 def test_a_process_that_has_just_begun_is_not_taken_for_gone():
     """subprocess returns in the middle of execve(2), and a busy machine keeps the process there for a while."""
     look = f'{FUNCTIONS}\nwhile read -r mark; do [ -n "$(begun)$(marked "$mark")" ] && echo seen || echo missed; done\n'

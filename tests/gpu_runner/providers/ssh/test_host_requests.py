@@ -40,6 +40,7 @@ def echoed(text: str) -> list[str]:
     return done.stdout.decode().split("\0")[:-1]
 
 
+@pytest.mark.slow
 @given(WORDS, st.sampled_from(["m", "org/model name", "it's $HOME `id`", "{port}"]))
 def test_a_command_arrives_word_for_word(words: list[str], model: str):
     def filled(word: str) -> str:
