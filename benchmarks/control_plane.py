@@ -3,16 +3,14 @@
     python -m benchmarks.control_plane [--rows-per-day 1e9] [--instances 1000]
 
 `load_of` is a plain function: sizes and costs in, load out. `MEASURED` are figures of this repository, each with where
-it is from; docs/performance.md has the result, and what it does not show. Both are printed: as it is, and with the two
-changes that such a size needs.
+it is from; docs/performance.md has the result, and what it does not show. Both are printed: as it is, and with the
+change that such a size needs.
 """
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import asdict, dataclass, replace
-
-from gpu_runner.fleet_database.clock_jumps import KEPT_SECONDS
 
 DAY, HOUR, GIB = 86_400.0, 3_600.0, 2.0**30
 
@@ -32,8 +30,8 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What one unit costs. Seconds are of CPU on one core, but for `lock_seconds`: for so long one renewal of a lease
-    that is alone, or a claim, holds the fleet's only lock, in wall seconds.
+    """What one unit costs. Seconds are of CPU on one core, but for `lock_seconds`: for so long one claim of a batch
+    holds the fleet's only lock, in wall seconds.
 
     `batch_…`: events and statements of Dagster's database, requests to the store that write and that read. `run_…`: the
     same of one run beside its batches. `idle_statements`: a second, of sensors and daemons. US dollars: one request to
@@ -75,7 +73,7 @@ MEASURED = Costs(
     heartbeat_statements=10.0,  # counted: 6 of a renewal, 4 of a beat
     heartbeat_seconds=6.5e-3,  # 4.8 ms in the client, the rest in the server
     claim_statements=10.0,  # counted: 7 of a claim, 3 of its release
-    lock_seconds=2.5e-3,  # least of 150 renewals at loads of 3 and 38: 2.2 to 5.5 ms
+    lock_seconds=2.5e-3,  # a renewal when it took it, least of 150 at loads of 3 and 38: 2.2 to 5.5 ms
     write_usd=5e-6,  # S3 standard, list price of us-east-1
     read_usd=0.4e-6,
     core_usd=0.04,
@@ -107,18 +105,15 @@ class Load:
     instances_usd_a_day: float
 
 
-def load_of(sizes: Sizes, costs: Costs = MEASURED, *, kept_beside: bool = False) -> Load:
-    """The load of so much work. Renewals hold nobody off, but for one every `KEPT_SECONDS` of each run, which keeps the
-    moment for others. `kept_beside`: that does not, too.
-    """
+def load_of(sizes: Sizes, costs: Costs = MEASURED) -> Load:
+    """The load of so much work. Renewals and beats hold nobody off, only claims of batches do."""
     batches = sizes.rows_per_day / sizes.batch_rows
     runs = batches / sizes.batches_per_run
     beats = sizes.instances / sizes.beat_seconds
     events = batches * costs.batch_events + runs * costs.run_events
     dagster = (batches * costs.batch_statements + runs * costs.run_statements) / DAY + costs.idle_statements
     fleet = beats * costs.heartbeat_statements + batches * costs.claim_statements / DAY
-    kept = 0.0 if kept_beside else sizes.instances / KEPT_SECONDS
-    locked = 2 * batches / DAY + kept  # a claim of each batch, and its release
+    locked = 2 * batches / DAY  # a claim of each batch, and its release
     writes = batches * costs.batch_writes + sizes.instances * DAY / sizes.journal_seconds
     reads = batches * costs.batch_reads
     workers = (sizes.rows_per_day * costs.row_seconds + runs * costs.run_seconds) / DAY
@@ -155,7 +150,7 @@ def main() -> None:
     parser.add_argument("--instances", type=float, default=Sizes().instances)
     options = parser.parse_args()
     sizes = Sizes(options.rows_per_day, options.instances)
-    as_it_is, then = asdict(load_of(sizes)), asdict(load_of(changed(sizes), kept_beside=True))
+    as_it_is, then = asdict(load_of(sizes)), asdict(load_of(changed(sizes)))
     for name, value in as_it_is.items():
         print(f"{name.replace('_', ' '):24} {value:14,.2f} {then[name]:14,.2f}")
 

@@ -31,7 +31,7 @@ from batch_assets.orchestration.active_request import ActiveDataset
 from batch_assets.orchestration.assets import set_pool
 from batch_assets.orchestration.capacity_report import alerts_of, check_event, done_event, requests_fail
 from batch_assets.orchestration.request_summary import request_status, summary_of
-from batch_assets.sensors.instance import fleet_database_of
+from batch_assets.sensors.instance import fleet_database_of, instance_of
 from batch_assets.sensors.open_datasets import Datasets, Open, OpenDatasets, Seen
 from batch_assets.tags import ENDPOINT_TAG
 from gpu_runner.fleet_database.capacity_plan import Assignment, Pause, PauseKind
@@ -105,7 +105,7 @@ class _Ticks:
         for target, missing in seen.over:
             events += _finish(context, fleet_db, target, missing)
             announced.pop(target.dataset, None)
-        reports = answer(context.instance, fleet_db, around, seen.questions, self._timing)
+        reports = answer(instance_of(context), fleet_db, around, seen.questions, self._timing)
         for report in reports:
             events += _announce(report, announced)
             seen.said.append(f"{report.dataset}: {report.reason}")
@@ -357,7 +357,7 @@ def _finish(
     ended = summary_of(status, finished_at=done, on_time=met, missing=missing)
     if not fleet_db.end_request(target.dataset, target.request, ended):
         return []
-    set_pool(context.instance, target.dataset, 1 + SPARE_SLOTS)
+    set_pool(instance_of(context), target.dataset, 1 + SPARE_SLOTS)
     lasted = dataclasses.replace(target, age=done - target.since)
     return [] if target.updated_age is None else [done_event(lasted, ended, done)]
 
@@ -367,5 +367,5 @@ def _done_at(
 ) -> float:
     """When the request was over, in Unix seconds: where Dagster ended together with it, long before this tick."""
     now = fleet_db.now()
-    last = None if missing else last_done_at(context.instance, target.dataset, target.request)
+    last = None if missing else last_done_at(instance_of(context), target.dataset, target.request)
     return now if last is None else min(now, max(target.since, last))

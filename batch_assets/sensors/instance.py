@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import dagster as dg
 
 from batch_assets.catalog.ledger import remember_entries
-from batch_assets.dagster_internals.kept_connections import keep_connections
+from batch_assets.dagster_internals.kept_connections import keep_connections, use_instance
 from gpu_runner.fleet_database.database import FleetDatabase
 from resources.fleet.resource import GpuFleet
 
@@ -37,6 +37,7 @@ def instance_of(context: dg.SensorEvaluationContext) -> dg.DagsterInstance:
             _kept[key] = dg.DagsterInstance.from_ref(reference)
             keep_connections(_kept[key])
             remember_entries(_kept[key])
+        use_instance(context, _kept[key])
         return _kept[key]
 
 
@@ -47,6 +48,8 @@ def fleet_database_of(context: dg.SensorEvaluationContext, fleet: GpuFleet) -> I
     A connection there is a process of the server and a password that is proved, and each look asked for several. A file
     of SQLite is opened anew: it may have been restored meanwhile.
     """
+    if context.code_location_origin is not None:
+        instance_of(context)  # what the tick logs goes there, too
     if context.code_location_origin is None or not fleet.database.startswith("postgresql"):
         with fleet.open_database() as fleet_db:
             yield fleet_db

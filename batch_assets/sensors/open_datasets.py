@@ -9,6 +9,7 @@ import dagster as dg
 
 from batch_assets.catalog.backfills import datasets_with_backfills
 from batch_assets.orchestration.active_request import ActiveDataset, WorkWatcher, begin_or_go_on
+from batch_assets.sensors.instance import instance_of
 from batch_assets.sensors.many_datasets import Turns
 from batch_assets.spec.errors import SpecError
 from batch_assets.spec.models import GeneratedDatasetSpec
@@ -66,8 +67,8 @@ class OpenDatasets:
         working = {name for name, target in targets.items() if target.request}
         for name in sorted(name for name in working - self._known.keys() if "/" not in name):  # api/MODEL has a slash
             seen.said.append(f"{name} is being made, but no file declares it that can be used: nothing more is started")
-        due = working | datasets_with_backfills(context.instance)
-        due |= set(self._turns.due(context.instance, self._known))
+        due = working | datasets_with_backfills(instance_of(context))
+        due |= set(self._turns.due(instance_of(context), self._known))
         began = time.monotonic()
         for name in sorted(due & self._known.keys(), key=lambda one: (one not in working, self._turns.order(one))):
             if time.monotonic() - began <= LOOK_SECONDS:
@@ -90,7 +91,7 @@ class OpenDatasets:
         spec, folder = self._known[name]
         watching = self._watcher(spec, folder, store)
         try:
-            found = watching.look(context.instance, beats, target)
+            found = watching.look(instance_of(context), beats, target)
         except StoreError as error:
             seen.said.append(f"{name} {self._turns.failed(name, error)}")
             context.log.warning(seen.said[-1])
@@ -115,7 +116,7 @@ def _begin(
     context: dg.SensorEvaluationContext, fleet_db: FleetDatabase, spec: GeneratedDatasetSpec, found: ActiveDataset
 ) -> DatasetTarget:
     try:
-        return begin_or_go_on(context.instance, fleet_db, spec, found.request, found.tags)
+        return begin_or_go_on(instance_of(context), fleet_db, spec, found.request, found.tags)
     except InvalidTag as error:
         context.log.warning(f"{spec.name}: {error}; it is left out")
         return begin(fleet_db, spec, found.request, {})

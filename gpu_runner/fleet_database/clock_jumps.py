@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
 import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
 
 from gpu_runner.boot_clock import ClockReading, jump
 from gpu_runner.fleet_database.tables import CLOCK_JUMPS, CLOCKS, DATASETS, INSTANCES, LEASES, OFFER_FAILURES, RUNS
@@ -65,9 +66,30 @@ def settle(connection: sa.Connection, host: str, now: Agreed, before: Agreed | N
     agreed = Agreed(now.moment, now.jumps + seconds)
     if host:
         old = CLOCKS.c.wall < now.moment.wall - FORGOTTEN_SECONDS
-        connection.execute(CLOCKS.delete().where((CLOCKS.c.host == host) | old))
-        connection.execute(CLOCKS.insert().values(host=host, **asdict(now.moment), jumps=agreed.jumps))
+        connection.execute(CLOCKS.delete().where(old & (CLOCKS.c.host != host)))
+        _write(connection, host, agreed)
     return agreed
+
+
+def keep(connection: sa.Connection, host: str, now: Agreed, before: Agreed | None) -> bool:
+    """In Postgres, inside a transaction beside which nobody can `settle`: keep this moment for others. False, and
+    nothing is written: the clock was set.
+
+    Processes of one host may do so at once. Whichever is last, its moment and its jumps belong together.
+    """
+    known = (kept(connection, host) if host else None) or before
+    if known is not None and jump(known.since(now.jumps), now.moment):
+        return False
+    if host:
+        _write(connection, host, now)
+    return True
+
+
+def _write(connection: sa.Connection, host: str, agreed: Agreed) -> None:
+    values = {**asdict(agreed.moment), "jumps": agreed.jumps}
+    insert = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
+    written = insert(CLOCKS).values(host=host, **values)
+    connection.execute(written.on_conflict_do_update(index_elements=["host"], set_=values))
 
 
 def total_of_jumps() -> sa.ScalarSelect[float]:

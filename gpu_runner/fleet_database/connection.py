@@ -25,6 +25,7 @@ from gpu_runner.fleet_database.clock_jumps import (
     Agreed,
     ClockJump,
     jumps_since,
+    keep,
     kept,
     settle,
     total_of_jumps,
@@ -125,18 +126,14 @@ class Tables:
     @contextlib.contextmanager
     def _beside_its_like(self) -> Iterator[tuple[sa.Connection, float, bool]]:
         """A writer to one row of `leases` that only its holder writes: connection, time, and whether it is the only
-        writer, as in SQLite and where the clock is to be settled. In Postgres such writers hold each other not off, but
-        everybody else: none of them begins while one of `_transaction` is under way, nor that before they have ended.
-        Its last second may be lost.
+        writer, as in SQLite and when the clock was set. In Postgres such writers hold each other not off, but everybody
+        else: none of them begins while one of `_transaction` is under way, nor that before they have ended. Its last
+        second may be lost.
         """
-        if self.engine.dialect.name == "postgresql":
-            with self.engine.begin() as connection:
-                connection.exec_driver_sql(_NOT_DURABLE)
-                connection.exec_driver_sql("LOCK TABLE leases IN ROW EXCLUSIVE MODE")
-                now = self._look(connection)
-                if not self._is_due(now):
-                    yield connection, now.moment.wall, False
-                    return
+        with self._beside("LOCK TABLE leases IN ROW EXCLUSIVE MODE") as found:
+            if found is not None:
+                yield *found, False
+                return
         with self._transaction(durable=False) as (connection, moment):
             yield connection, moment, True
 
@@ -145,16 +142,33 @@ class Tables:
         """A writer to one row whose times nobody counts against others'. In Postgres it holds nobody off, and waits
         only for who moves times along because the clock was set; its last second may be lost, as in `_transaction`.
         """
-        if self.engine.dialect.name == "postgresql":
-            with self.engine.begin() as connection:
-                connection.exec_driver_sql(_NOT_DURABLE)
-                connection.exec_driver_sql("LOCK TABLE clock_jumps IN ROW SHARE MODE")
-                now = self._look(connection)
-                if not self._is_due(now):
-                    yield connection, now.moment.wall
-                    return
+        with self._beside("LOCK TABLE clock_jumps IN ROW SHARE MODE") as found:
+            if found is not None:
+                yield found
+                return
         with self._transaction(durable=False) as found:
             yield found
+
+    @contextlib.contextmanager
+    def _beside(self, lock: str) -> Iterator[tuple[sa.Connection, float] | None]:
+        """A writer in Postgres that holds a lock with which nobody else settles the clock; None where the clock is to
+        be settled, and in SQLite.
+        """
+        if self.engine.dialect.name != "postgresql":
+            yield None
+            return
+        with self.engine.begin() as connection:
+            connection.exec_driver_sql(_NOT_DURABLE)
+            connection.exec_driver_sql(lock)
+            now = self._look(connection)
+            due = self._is_due(now)
+            settled = not due or keep(connection, self._host, now, self._seen)
+            if settled:
+                yield connection, now.moment.wall
+        if not settled:
+            yield None
+        elif due:
+            self._seen, self._kept_at = now, now.moment.low
 
     def _is_due(self, now: Agreed) -> bool:
         """Whether this moment is to be compared with what the database keeps, or kept there."""

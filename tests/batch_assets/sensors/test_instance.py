@@ -19,6 +19,7 @@ class CodeServer:
     """The context of a tick in a code server, as far as it is asked."""
 
     code_location_origin = object()
+    instance_ref = instance = None
 
 
 @pytest.fixture(autouse=True)

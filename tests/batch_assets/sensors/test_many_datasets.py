@@ -13,6 +13,8 @@ import dagster as dg
 import pytest
 import sqlalchemy as sa
 from dagster._core.definitions.run_request import RunRequest
+from dagster._core.instance.ref import InstanceRef
+from dagster._core.remote_origin import GrpcServerCodeLocationOrigin
 from support.defs_folders import write, write_text
 from support.sensor_dataset import KEYS, SPEC, S, SensorDataset
 from support.snapshots import commit, questions, write_snapshot
@@ -21,7 +23,7 @@ from batch_assets.catalog import ledger
 from batch_assets.catalog.publications import publish_job
 from batch_assets.definitions import platform
 from batch_assets.orchestration.reconcile import Findings, Reconciler
-from batch_assets.sensors import catalog_changes, many_datasets
+from batch_assets.sensors import catalog_changes, instance, many_datasets
 from batch_assets.spec.discovery import declarations, known_datasets
 from batch_assets.spec.last_known import keep
 from batch_assets.tags import CANCELED_TAG, PUBLISH_TAG, RANGE_END_TAG, RANGE_START_TAG, REFRESH_TAG, REQUEST_TAG
@@ -321,3 +323,32 @@ def test_two_datasets_of_the_same_rows_are_both_published(site: SensorDataset):
     assert len({one.run_key for one in found}) == 2
     site.end(site.run(S.STARTED, found[0].tags, job_name=publish_job("d1")))
     assert [one.job_name for one in started(site.tick("publisher"))] == ["d2_publish"]
+
+
+def test_ticks_of_a_code_server_share_one_instance_and_what_it_knows_of_the_catalog(
+    site_on_files: SensorDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look of the capacity sensor opened another one, which read the whole ledger and opened its connections."""
+    site, opened, from_ref = site_on_files, list[dg.DagsterInstance](), dg.DagsterInstance.from_ref
+    refreshed(site, "d0")
+    committed(site, "d0")
+
+    def counted(reference: InstanceRef) -> dg.DagsterInstance:
+        opened.append(from_ref(reference))
+        return opened[-1]
+
+    monkeypatch.setattr(dg.DagsterInstance, "from_ref", counted)
+    monkeypatch.setattr(instance, "_kept", {})
+    repository, known = site.definitions.get_repository_def(), site.sensors()
+    for _ in range(2):
+        for sensor in (one for one in known.values() if not one.required_resource_keys):
+            with dg.SensorEvaluationContext(
+                site.instance.get_ref(),
+                cursor=site.cursors.get(sensor.name),
+                repository_def=repository,
+                last_sensor_start_time=1.0,
+                code_location_origin=GrpcServerCodeLocationOrigin(host="127.0.0.1", port=1),
+            ) as context:
+                site.cursors[sensor.name] = sensor.evaluate_tick(context).cursor
+                context.log.info("looked")
+    assert len(opened) == 1

@@ -94,7 +94,6 @@ def test_renewals_wait_for_whoever_takes_or_gives_back_and_not_for_each_other(
     with contextlib.closing(FleetDatabase(postgres)) as fleet_db:
         lease, another = (fleet_db.try_lease(f"engine-{number}", "run", "d", 10) for number in (1, 2))
         assert lease is not None and another is not None
-        assert fleet_db.renew(another, 10)  # the first word of a process settles the clock, which it does alone
         with fleet_db._beside_its_like() as (connection, _, alone):
             connection.execute(sa.text("UPDATE leases SET rows = 5 WHERE instance = 'engine-1'"))
             assert not alone
@@ -104,6 +103,52 @@ def test_renewals_wait_for_whoever_takes_or_gives_back_and_not_for_each_other(
         with fleet_db._transaction(), pytest.raises(FleetDatabaseError, match="statement timeout"):
             fleet_db.renew(lease, 10)
         assert fleet_db.renew(lease, 10)
+
+
+def test_the_moment_of_a_host_is_kept_beside_others_and_a_clock_that_is_set_is_settled_alone(postgres: str) -> None:
+    wall, steady = [1_000_000.0], [5_000.0]
+
+    def opened() -> FleetDatabase:
+        return FleetDatabase(postgres, now=lambda: wall[0], steady=lambda: steady[0], host="host")
+
+    def moment() -> list[tuple[float, float, float]]:
+        with one.engine.connect() as connection:
+            found = connection.execute(sa.text("SELECT wall, low, jumps FROM clocks WHERE host = 'host'")).all()
+        return [(line[0], line[1], line[2]) for line in found]
+
+    with contextlib.closing(opened()) as one, contextlib.closing(opened()) as another:
+        assert moment() == []
+        for fleet_db in (one, another):  # each inserts what neither of them has seen
+            with fleet_db._beside_its_like() as (_, _, alone):
+                assert not alone
+        assert moment() == [(1_000_000.0, 5_000.0, 0.0)]
+        lease = one.try_lease("engine", "run", "d", 10)
+        assert lease is not None
+        wall[0] += 60.0
+        steady[0] += 9.0
+        assert another.renew(lease, 10)  # the lease lived on, as 9 s have passed
+        assert moment() == [(1_000_060.0, 5_009.0, 51.0)]
+        wall[0] += 11.0
+        steady[0] += 11.0
+        with another._own_row():
+            pass
+        assert moment() == [(1_000_071.0, 5_020.0, 51.0)]
+        with one._beside_its_like() as (_, now, alone):
+            assert (now, alone) == (1_000_071.0, False)  # that it was set, and is settled, is in the database
+        assert [round(jump.seconds) for jump in one.clock_jumps(100)] == [51]
+
+
+def test_processes_of_one_host_keep_its_first_moment_at_once(postgres: str) -> None:
+    def opened() -> FleetDatabase:
+        return FleetDatabase(postgres, host="host")
+
+    with contextlib.closing(opened()) as one, contextlib.closing(opened()) as another, ThreadPoolExecutor(1) as pool:
+        with one._own_row():
+            begins = pool.submit(another.begin_run, "run", "d", "0", "1")
+            with pytest.raises(TimeoutError):
+                begins.result(0.2)
+        begins.result(15)
+        assert [run.run_id for run in one.runs()] == ["run"]
 
 
 def test_a_grant_without_a_budget_waits_for_no_other_writer(postgres: str, monkeypatch: pytest.MonkeyPatch) -> None:
