@@ -31,6 +31,7 @@ MESSAGE_LENGTH = 500
 RETRY_AFTER_SECONDS = 5  # while the records or the store are away
 METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 CLOSED = 499  # as nginx has it: the caller was gone before its answer began
+INSTEAD = {"/v1/uploads": "files are sent whole, by POST /v1/files"}  # of calls of OpenAI's that are not here
 REASON = "error_code"  # in the state of a request's ASGI scope
 
 
@@ -86,7 +87,8 @@ async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     method, path = request.method, request.url.path[:200]
     if error.status_code == 404:
-        refused = ApiError(404, f"Invalid URL ({method} {path})", code="unknown_url")
+        instead = next((f": {said}" for call, said in INSTEAD.items() if f"{path}/".startswith(f"{call}/")), "")
+        refused = ApiError(404, f"Invalid URL ({method} {path}){instead}", code="unknown_url")
     elif error.status_code == 405:
         hint = "(HINT: Perhaps you meant to use a different HTTP method?)"
         refused = ApiError(405, f"Not allowed to {method} on {path} {hint}", code="method_not_supported")

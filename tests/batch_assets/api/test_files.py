@@ -37,6 +37,17 @@ def on_site(
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("path", ["/v1/uploads", "/v1/uploads/upload_1/parts", "/v1/uploads/upload_1/complete"])
+def test_uploads_in_parts_are_answered_with_what_to_use_instead(tmp_path: Path, path: str) -> None:
+    async def steps(site: ApiService) -> None:
+        answer = await site.client.post(path, json={"bytes": 1, "filename": "in.jsonl", "purpose": "batch"})
+        message = f"Invalid URL (POST {path}): files are sent whole, by POST /v1/files"
+        error = {"message": message, "type": "invalid_request_error", "param": None, "code": "unknown_url"}
+        assert answer.status_code == 404 and answer.json() == {"error": error}
+
+    on_site(tmp_path, steps)
+
+
 def test_an_uploaded_file_can_be_read_listed_and_deleted(tmp_path: Path) -> None:
     async def steps(site: ApiService) -> None:
         data = b'{"a": 1}\n' * 200_000
