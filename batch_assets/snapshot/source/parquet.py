@@ -16,7 +16,7 @@ from batch_assets.snapshot.source.block import Block
 from batch_assets.snapshot.source.errors import Reject, SourceError, Unseen, no_column
 from batch_assets.snapshot.source.files import SourceFile
 from batch_assets.snapshot.source.parquet_pages import Page, pages
-from batch_assets.snapshot.source.parquet_types import holds_null, joined, plain_type, python_type
+from batch_assets.snapshot.source.parquet_types import joined, may_widen, plain_type, python_type
 
 # Few rows at a time: a dictionary page of a few KB may stand for a megabyte in each row.
 READ_ROWS = 256
@@ -40,7 +40,7 @@ class ParquetReader:
 
     def __init__(self, columns: Sequence[str], may_lack: Container[str] = (), files: Sequence[SourceFile] = ()) -> None:
         """`may_lack`: columns that a file may be without; then its blocks are without them, too. `files`: all that are
-        to be read; of those behind the first, footers say the type of a column that has only nulls in it.
+        to be read; of those behind the first, footers say the type of a column that has only nulls or few bits in it.
         """
         self._wanted, self._may_lack, self._files = list(columns), may_lack, files
         self._columns = self._wanted
@@ -107,7 +107,7 @@ class ParquetReader:
                 raise SourceError(f"{file}: expected one column {name!r}, found several")
             found = plain_type(schema.field(name).type)
             if name not in self._types:
-                self._types[name] = file, self._of_all_files(name, found) if holds_null(found) else found
+                self._types[name] = self._of_all_files(name, file, found) if may_widen(found) else (file, found)
             first, expected = self._types[name]
             if joined(expected, found) != expected:
                 raise SourceError(
@@ -115,10 +115,12 @@ class ParquetReader:
                     "type in all files"
                 )
 
-    def _of_all_files(self, name: str, kind: pa.DataType) -> pa.DataType:
-        """The type of a column whose first file with rows does not say it, as there are only nulls: from footers."""
+    def _of_all_files(self, name: str, first: str, kind: pa.DataType) -> tuple[str, pa.DataType]:
+        """The type of a column whose first file with rows may have a narrower one than others, or only nulls: from
+        footers; and the file that has it.
+        """
         for file in self._files:
-            if not holds_null(kind):
+            if not may_widen(kind):
                 break
             try:
                 with file.open() as stream, pq.ParquetFile(stream) as footer:
@@ -126,8 +128,9 @@ class ParquetReader:
             except (pa.ArrowException, OSError, ValueError):
                 continue  # said when it is read
             if rows and len(schema.get_all_field_indices(name)) == 1:
-                kind = joined(kind, plain_type(schema.field(name).type)) or kind
-        return kind
+                wider = joined(kind, plain_type(schema.field(name).type)) or kind
+                first, kind = (first, kind) if wider == kind else (file.name, wider)
+        return first, kind
 
 
 def plain(array: pa.Array) -> pa.Array:
@@ -300,6 +303,8 @@ def _value(one: pa.Array, kind: pa.DataType, row: int, name: str, bad: dict[int,
         if pa.types.is_duration(one.type) and one.type.unit == "ns":
             seconds, rest = divmod(one[0].value, 10**9)
             return f"{datetime.timedelta(seconds=seconds)}.{rest:09}"
+        if pa.types.is_time64(one.type):  # in nanoseconds, and no whole microseconds
+            return one.cast(pa.string())[0].as_py()
         bad[row] = (
             f"column {name!r}: expected a value that Python can hold (years 1 to 9999; within lists and objects whole "
             f"microseconds), found another one of type {one.type} ({type(error).__name__}); cast the column to text"

@@ -95,6 +95,60 @@ def test_numbers_that_drift_between_files_are_refused_with_what_to_do(tmp_path: 
         values(tmp_path, "n")
 
 
+AB, BA = pa.struct([("a", pa.int64()), ("b", pa.string())]), pa.struct([("b", pa.string()), ("a", pa.int64())])
+ITEM = {"a": 1, "b": "x"}
+
+
+def _times(count: int, unit: str) -> pa.Array:
+    return pa.array([count], pa.timestamp(unit, "UTC"))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "kind"),
+    [
+        (pa.array([ITEM], AB), pa.array([{"b": "y", "a": 2}], BA), AB),
+        (pa.array([[ITEM]], pa.list_(AB)), pa.array([[ITEM, None]], pa.list_(BA)), pa.list_(AB)),
+        (pa.array([{"s": ITEM}]), pa.array([{"s": ITEM}], pa.struct([("s", BA)])), pa.struct([("s", AB)])),
+        (pa.array([1], pa.int32()), pa.array([1 << 40]), pa.int64()),
+        (pa.array([1 << 40]), pa.array([1], pa.int32()), pa.int64()),
+        (pa.array([200], pa.uint8()), pa.array([-1], pa.int16()), pa.int16()),
+        (pa.array([[1]], pa.list_(pa.int32())), pa.array([[1 << 40]]), pa.list_(pa.int64())),
+        (pa.array([1]).cast(pa.int8()).dictionary_encode(), pa.array([1 << 40]), pa.int64()),
+        (pa.array([0.1], pa.float32()), pa.array([0.1]), pa.float64()),
+        (_times(1, "ms"), _times(1, "us"), pa.timestamp("us", "UTC")),
+        (pa.array([1], pa.time32("ms")), pa.array([1000], pa.time64("ns")), pa.time64("ns")),
+        (pa.array(["a"], pa.large_string()), pa.array(["b"]).dictionary_encode(), pa.string()),
+    ],
+)
+def test_types_of_two_files_that_hold_the_same_values_are_one(
+    tmp_path: Path, local_objects: Objects, one: pa.Array, other: pa.Array, kind: pa.DataType
+) -> None:
+    write(tmp_path, "a.parquet", q=["a"], n=one)
+    alone = [str(value) for value in values(tmp_path, "n")]
+    write(tmp_path, "b.parquet", q=["b"], n=other)
+    assert str(values(tmp_path, "n")[0]) == alone[0]  # a further file changes no prompt
+    table = kept(tmp_path, local_objects, keep_columns=["n"])
+    assert table.schema.field("n").type == kind
+    assert {str(item) for item in table["n"].to_pylist()} == {str(item) for item in values(tmp_path, "n")}
+
+
+def test_a_type_that_no_other_holds_is_refused_with_the_file_that_has_the_widest(tmp_path: Path) -> None:
+    write(tmp_path, "a.parquet", n=pa.array([1], pa.int32()))
+    write(tmp_path, "b.parquet", n=[1])
+    write(tmp_path, "c.parquet", n=pa.array([1], pa.uint64()))
+    with pytest.raises(SourceError, match=r"c\.parquet: expected int64 in column 'n' as in b\.parquet, found uint64"):
+        values(tmp_path, "n")
+
+
+def test_times_keep_their_nanoseconds(tmp_path: Path) -> None:
+    write(tmp_path, "a.parquet", at=pa.array([10**9, 1, None], pa.time64("ns")))
+    assert values(tmp_path, "at") == [datetime.time(0, 0, 1), "00:00:00.000000001", None]
+    write(tmp_path, "a.parquet", at=pa.array([[10**9], [1]], pa.list_(pa.time64("ns"))))
+    (block,) = blocks(tmp_path, ["at"])
+    assert block.columns["at"] == [[datetime.time(0, 0, 1)]]
+    assert [reject.line for reject in block.rejects] == [2]
+
+
 def test_uuids_are_text_in_prompts_ids_and_conditions(tmp_path: Path, local_objects: Objects) -> None:
     named = [uuid.UUID(int=1), uuid.UUID(int=2), None]
     write(tmp_path, "a.parquet", q=["a", "b", "c"], u=pa.array([u and u.bytes for u in named], pa.uuid()))
