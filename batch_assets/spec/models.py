@@ -797,7 +797,7 @@ def _check_truncated(spec: GeneratedDatasetSpec, most: int | None) -> None:
 
 
 def _check_columns(spec: GeneratedDatasetSpec) -> None:
-    seen: set[str] = set()
+    seen: dict[str, str] = {}
     for index, column in enumerate(spec.keep_columns):
         # DuckDB and others do not tell column names apart by case.
         if column.lower() in OWN_COLUMNS:
@@ -808,8 +808,13 @@ def _check_columns(spec: GeneratedDatasetSpec) -> None:
                 key=f"keep_columns.{index}",
             )
         if column.lower() in seen:
-            raise Unusable("each column once", show(column), key=f"keep_columns.{index}")
-        seen.add(column.lower())
+            other = seen[column.lower()]
+            found = show(column) if other == column else f"{show(column)} beside {show(other)}"
+            hint = (
+                "" if other == column else "Readers of tables do not tell case apart: rename one, under source.rename."
+            )
+            raise Unusable("each column once", found, hint, key=f"keep_columns.{index}")
+        seen[column.lower()] = column
     if spec.id is not None and spec.source.group_by is not None and [spec.id] != spec.source.group_by:
         raise Unusable("no id beside group_by, whose values name a row", show(spec.id), key="id")
     if spec.source.dataset == spec.name:

@@ -13,6 +13,11 @@ LISTED = 20
 SHOWN_REJECTS = 3
 SHOWN_NAME = 64
 MOST_NAMES = 1_000
+NO_UTF8 = "not valid UTF-8 at byte"  # of a line of a file of text
+OTHER_ENCODING = (
+    "A file that is not UTF-8: write source.encoding: windows-1252 (which reads Latin-1, too), or convert it "
+    "(iconv -f ENCODING -t UTF-8)."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,7 @@ class SourceError(UserFacingError):
         more = f"\n  … and {total - LISTED} more" if total > LISTED else ""
         listed = "\n".join(f"  {reject}" for reject in rejects[:LISTED])
         hint = "Correct the source, or set on_bad_row: skip to leave such rows out and list them in rejects.parquet."
-        return cls(f"{count}:\n{listed}{more}\n{hint}", rejects[:LISTED])
+        return cls(f"{count}:\n{listed}{more}\n{_remedy(rejects)}{hint}", rejects[:LISTED])
 
     @classmethod
     def of_no_row(cls, source: str, rejects: Sequence[Reject], total: int) -> SourceError:
@@ -54,7 +59,12 @@ class SourceError(UserFacingError):
             return cls(said)
         more = f"\n  … and {total - SHOWN_REJECTS} more" if total > SHOWN_REJECTS else ""
         listed = "\n".join(f"  {reject}" for reject in rejects[:SHOWN_REJECTS])
-        return cls(f"{said} (all {total} were rejected):\n{listed}{more}", rejects[:LISTED])
+        remedy = f"\n{_remedy(rejects)}".rstrip()
+        return cls(f"{said} (all {total} were rejected):\n{listed}{more}{remedy}", rejects[:LISTED])
+
+
+def _remedy(rejects: Sequence[Reject]) -> str:
+    return f"{OTHER_ENCODING}\n" if any(NO_UTF8 in reject.reason for reject in rejects) else ""
 
 
 def shown(name: str) -> str:
@@ -64,6 +74,7 @@ def shown(name: str) -> str:
 
 def no_column(file: str, wanted: Sequence[str], there: Sequence[str]) -> None:
     """Raise SourceError when a wanted column is not there; it names the columns there are."""
+    there = list(dict.fromkeys(there))
     known = set(there)
     missing = [name for name in wanted if name not in known]
     if missing:
@@ -103,8 +114,10 @@ def _names(there: Sequence[str]) -> str:
 
 def _meant(missing: Sequence[str], there: Sequence[str]) -> str:
     """What was probably meant: a column that is spelt nearly alike, or one whose name is no word."""
+    if "row" in missing:
+        return f". In a prompt a column is written plainly, {{{{ {there[0] if there else 'column'} }}}}, not row.column"
     for name in there[:MOST_NAMES]:
-        if not name.isidentifier() and any(re.match(rf"{re.escape(one)}\b", name) for one in missing):
+        if not name.isidentifier() and any(re.match(rf"\s*{re.escape(one)}\b", name) for one in missing):
             return f". In a prompt, write {{{{ row[{shown(name)}] }}}} for the column {shown(name)}"
     near = [match for name in missing for match in difflib.get_close_matches(name, there[:MOST_NAMES], n=1)]
     return f". Did you mean {', '.join(map(shown, dict.fromkeys(near)))}?" if near else ""

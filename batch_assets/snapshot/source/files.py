@@ -12,10 +12,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, BinaryIO, cast
+from typing import BinaryIO, cast
+from urllib.parse import unquote
 
 from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.snapshot.source.hub_files import HubCommit, HubFile
+from batch_assets.snapshot.source.signatures import LOOKED_AT, refuse_other_kind, text_or_other_kind
 from resources.objects.hub_client import HubAddress, hub_address
 from resources.objects.object_interface import ObjectInfo
 from resources.objects.opening import bucket_address, open_objects
@@ -58,6 +60,7 @@ class _Utf8(io.RawIOBase):
         while len(data) < 2 and (more := self._raw.read(2)):
             data += more
         self._begun = True
+        refuse_other_kind(self._name, data)
         encoding = self._checked(data)
         if encoding != "utf-8":
             self._decoder = codecs.getincrementaldecoder(encoding)()
@@ -109,15 +112,12 @@ def in_utf8(raw: BinaryIO, encoding: str | None, name: str) -> BinaryIO:
     return cast(BinaryIO, _Utf8(raw, encoding or "utf-8", name))
 
 
-if TYPE_CHECKING:
-    pass
-
-
 # A text file that unpacks to more than this many times its size is no text (deflate reaches 1032 on a constant).
 MAX_RATIO, RATIO_FROM = 300, 1 << 26
 # Of a repository on the hub: files looked at for those that could be meant, and how many of them an error names.
 SEARCHED_FILES, SHOWN_FILES = 10_000, 10
 SEARCHED_TABLES = 100  # folders of files that are looked at for the log of a table
+_NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 _FORMATS = {
     ".parquet": "parquet",
     ".pq": "parquet",
@@ -165,6 +165,20 @@ def _ending(name: str) -> tuple[str, str]:
     path = PurePosixPath(name.lower())
     packed = path.suffix if path.suffix in (".gz", ".zst") else ""
     return (path.with_suffix("") if packed else path).suffix, packed
+
+
+def folder_columns(name: str) -> dict[str, str | None]:
+    """Columns that the folders of a file say, `lang=de/part-0.parquet`: text, as it is unquoted; null for the folder
+    of rows without a value.
+
+    Hive writes them so, and Spark, pyarrow, Polars and DuckDB as well (Spark: Partition Discovery).
+    """
+    found: dict[str, str | None] = {}
+    for folder in name.split("/")[:-1]:
+        key, sign, value = folder.partition("=")
+        if sign and key:
+            found[unquote(key)] = None if value in ("", _NO_VALUE) else unquote(value)
+    return found
 
 
 def find_files(path: str, base: Path) -> list[SourceFile]:
@@ -393,7 +407,19 @@ class _Unpacked(io.RawIOBase):
 
         self._raw, self._name, self._given = raw, name, 0
         codec = "gzip" if packed == ".gz" else "zstd"
-        self._stream = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), codec)
+        self._codec, self._stream = codec, pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), codec)
+
+    def _instead(self) -> str:
+        """What the file is, where nothing of it could be unpacked; "" where that cannot be told."""
+        if self._given or not self._raw.seekable():
+            return ""
+        self._raw.seek(0)
+        found = text_or_other_kind(self._name, self._raw.read(LOOKED_AT))
+        if found == "text":
+            found = f"text that is not packed; call it {PurePosixPath(self._name).stem}"
+        elif found is not None and found.startswith(f"a file packed with {self._codec}"):
+            return ""
+        return f": expected {self._codec}, found {found}" if found else ""
 
     def readable(self) -> bool:
         return True
@@ -402,7 +428,7 @@ class _Unpacked(io.RawIOBase):
         try:
             data = cast(bytes, self._stream.read(size))
         except OSError as error:
-            raise SourceError(f"{self._name}: cannot be unpacked ({error})") from error
+            raise SourceError(f"{self._name}: cannot be unpacked{self._instead() or f' ({error})'}") from error
         self._given += len(data)
         if self._given > RATIO_FROM and self._given > MAX_RATIO * self._raw.tell():
             raise SourceError(

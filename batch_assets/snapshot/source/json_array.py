@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
 from batch_assets.snapshot.source.errors import SourceError
@@ -20,7 +21,16 @@ _WITHIN = re.compile(rb'(?:[^"\[\]{}]++|' + _STRING + rb')*+(["\[\]{}])', re.DOT
 _REST_OF_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 _ANY_STRING = re.compile(_STRING, re.DOTALL)
 _BETWEEN_OBJECTS = re.compile(rb"\}\s*,\s*\{")
+_OPENS_ARRAY = re.compile(rb"\[\s*(?:\{|\Z)")
+_OPENS_OBJECT = re.compile(rb"\{[ \t\r]*\n\s*" + _STRING + rb"\s*:")
 _FOUND = {b"{": "an object", b'"': "text"}
+
+
+def _remedy(data: bytes) -> str:
+    """What to do with a text that is no array."""
+    if _is_over_lines(data):
+        return "write the list that it holds to a file of its own (jq .KEY FILE), or an object per line"
+    return "for one object per line write source.format: jsonl"
 
 
 def refuse_swallowed(file: str, place: int, item: bytes) -> None:
@@ -33,6 +43,37 @@ def refuse_swallowed(file: str, place: int, item: bytes) -> None:
             "into the items after it; correct it. No item can be told from text after it, so on_bad_row: skip does not "
             "help here."
         )
+
+
+def refuse_other_layout(file: str, number: int, lines: Sequence[bytes | None]) -> None:
+    """Raise SourceError for lines that begin an array, or an object over several of them, where each should be an
+    object. `number`: of the first of them in its file.
+    """
+    text = b"\n".join(filter(None, lines)).lstrip()
+    if _OPENS_ARRAY.match(text.partition(b"\n")[0]):
+        raise SourceError(
+            f"{file}, line {number}: expected a JSON object per line, found the beginning of an array; "
+            "write source.format: json"
+        )
+    if _is_over_lines(text):
+        raise SourceError(
+            f"{file}, line {number}: expected a JSON object per line, found one over several lines; write each on a "
+            "line of its own (jq -c . FILE), or all as one array, with source.format: json"
+        )
+
+
+def _is_over_lines(text: bytes) -> bool:
+    """Whether a text begins with an object of several lines, which may go on after it."""
+    if _OPENS_OBJECT.match(text):
+        return True
+    if not text.startswith(b"{"):
+        return False
+    letters = text.decode(errors="replace")
+    try:
+        _, end = json.JSONDecoder().raw_decode(letters)
+    except (ValueError, RecursionError):
+        return False
+    return "\n" in letters[:end]
 
 
 class JsonArray:
@@ -81,8 +122,7 @@ class JsonArray:
         if data[:1] != b"[":
             found = _FOUND.get(data[:1], "other text") if data else "nothing"
             raise SourceError(
-                f"{self._file}: expected a JSON array of objects, [{{…}}, {{…}}], found {found}; "
-                "for one object per line write source.format: jsonl"
+                f"{self._file}: expected a JSON array of objects, [{{…}}, {{…}}], found {found}; {_remedy(data)}"
             )
         return data[1:]
 

@@ -7,6 +7,7 @@ import io
 import itertools
 import uuid
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import pyarrow as pa
@@ -17,6 +18,7 @@ from batch_assets.snapshot.source.errors import Reject, SourceError, Unseen, no_
 from batch_assets.snapshot.source.files import SourceFile
 from batch_assets.snapshot.source.parquet_pages import Page, pages
 from batch_assets.snapshot.source.parquet_types import joined, may_widen, plain_type, python_type
+from batch_assets.snapshot.source.signatures import LOOKED_AT, text_or_other_kind
 
 # Few rows at a time: a dictionary page of a few KB may stand for a megabyte in each row.
 READ_ROWS = 256
@@ -44,16 +46,21 @@ class ParquetReader:
         """
         self._wanted, self._may_lack, self._files = list(columns), may_lack, files
         self._columns = self._wanted
+        self._given: dict[str, str | None] = {}
         self._types: dict[str, tuple[str, pa.DataType]] = {}
 
-    def read(self, file: str, stream: BinaryIO, optional: Unseen) -> Iterator[Block]:
-        """All rows of one file; `line` counts rows from 1."""
+    def read(
+        self, file: str, stream: BinaryIO, optional: Unseen, given: Mapping[str, str | None] = MappingProxyType({})
+    ) -> Iterator[Block]:
+        """All rows of one file; `line` counts rows from 1. `given`: columns of its folders, for those that it lacks."""
         try:
             with pq.ParquetFile(stream) as first:
                 metadata, schema = first.metadata, first.schema_arrow
             there = set(schema.names)
-            self._columns = [name for name in self._wanted if name in there or name not in self._may_lack]
-            no_column(file, self._columns, schema.names)
+            self._given = {name: given[name] for name in self._wanted if name in given and name not in there}
+            wanted = [name for name in self._wanted if name not in self._given]
+            self._columns = [name for name in wanted if name in there or name not in self._may_lack]
+            no_column(file, self._columns, [*schema.names, *given])
             if metadata.num_rows:
                 self._check(file, schema)
             _refuse_encryption(file, stream, metadata)
@@ -73,14 +80,16 @@ class ParquetReader:
                 "write the file again without that column, or with it as text"
             ) from error
         except (pa.ArrowException, OSError, ValueError) as error:
-            raise SourceError(f"{file}: expected a whole Parquet file, found none ({_first_line(error)})") from error
+            found = _instead(file, stream) or f"none ({_first_line(error)})"
+            raise SourceError(f"{file}: expected a whole Parquet file, found {found}") from error
         optional.clear()
         number = 1
         for group in range(metadata.num_row_groups):
             rows = _batch_rows(stream, metadata, group, self._columns)
             batches = reader.iter_batches(rows, row_groups=[group], columns=self._columns, use_threads=False)
             for batch in self._batches(file, batches, metadata, group, number):
-                yield _block(file, number, batch, {name: self._types[name][1] for name in self._columns})
+                block = _block(file, number, batch, {name: self._types[name][1] for name in self._columns})
+                yield _with(self._given, block)
                 number += batch.num_rows
         if number - 1 != metadata.num_rows:
             raise SourceError(f"{file}: expected {metadata.num_rows} rows as its footer says, found {number - 1}")
@@ -102,10 +111,10 @@ class ParquetReader:
             row += batch.num_rows
 
     def _check(self, file: str, schema: pa.Schema) -> None:
-        for name in self._columns:
+        for name in [*self._columns, *self._given]:
             if len(schema.get_all_field_indices(name)) > 1:
                 raise SourceError(f"{file}: expected one column {name!r}, found several")
-            found = plain_type(schema.field(name).type)
+            found = pa.string() if name in self._given else plain_type(schema.field(name).type)
             if name not in self._types:
                 self._types[name] = self._of_all_files(name, file, found) if may_widen(found) else (file, found)
             first, expected = self._types[name]
@@ -259,6 +268,15 @@ def _block(file: str, first: int, batch: pa.RecordBatch, types: Mapping[str, pa.
     return block
 
 
+def _with(given: Mapping[str, str | None], block: Block) -> Block:
+    """The block with columns of one text."""
+    rows = len(block.lines)
+    block.columns |= {name: [value] * rows for name, value in given.items()}
+    if block.arrow is not None:
+        block.arrow |= {name: pa.repeat(pa.scalar(value, pa.string()), rows) for name, value in given.items()}
+    return block
+
+
 def _cast(file: str, name: str, array: pa.Array, kind: pa.DataType) -> pa.Array:
     try:
         return plain(array).cast(kind)
@@ -310,6 +328,17 @@ def _value(one: pa.Array, kind: pa.DataType, row: int, name: str, bad: dict[int,
             f"microseconds), found another one of type {one.type} ({type(error).__name__}); cast the column to text"
         )
     return None
+
+
+def _instead(file: str, stream: BinaryIO) -> str | None:
+    """What a file is that is no Parquet, and what to do; None where that cannot be told."""
+    try:
+        stream.seek(0)
+        data = stream.read(LOOKED_AT)
+    except (OSError, ValueError):
+        return None
+    found = None if data.startswith(b"PAR1") else text_or_other_kind(file, data)
+    return "text; write source.format: csv, tsv, jsonl or json, as it is" if found == "text" else found
 
 
 def _first_line(error: Exception) -> str:

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from batch_assets.snapshot.source.block import BLOCK_ROWS, Block
 from batch_assets.snapshot.source.derived import columns_in_file, derived
 from batch_assets.snapshot.source.errors import SourceError, Unseen, no_column
-from batch_assets.snapshot.source.files import SourceFile, find_files, format_of, in_utf8, unpacked
+from batch_assets.snapshot.source.files import SourceFile, find_files, folder_columns, format_of, in_utf8, unpacked
 from batch_assets.spec.source import GridColumn, SourceSpec
-
-if TYPE_CHECKING:
-    pass
 
 MAX_GRID_ROWS = 200_000_000
 
@@ -40,6 +37,8 @@ def read_source(
 
     Raises SourceError for what makes the whole source unusable: no file, no such column, types that differ between
     files, a file that is broken or that changes while it is read.
+
+    A column that a file has not, and one of its folders names (`lang=de/`), has that text in all of its rows.
     """
     optional = Unseen() if optional is None else optional
     if not source.derives:
@@ -76,12 +75,14 @@ def _files(
         raise SourceError(f"{source.path}: expected at least one row, found none: the file is empty (0 bytes)")
     parquet = ParquetReader(columns, may_lack, files)
     for file, kind, packed in formats:
+        # Those of a table of a dataset lie below a folder that is not theirs.
+        given = folder_columns(file.name) if source.dataset is None else {}
         with _readable(file), file.open() as raw:
             if kind == "parquet":
-                yield from parquet.read(file.name, raw, optional)
+                yield from parquet.read(file.name, raw, optional, given)
             else:
                 text = in_utf8(unpacked(raw, packed, file.name), source.encoding, file.name)
-                yield from _text_blocks(file.name, kind, text, columns, optional, source.delimiter, may_lack)
+                yield from _text_blocks(file.name, kind, text, columns, optional, source.delimiter, may_lack, given)
 
 
 def refuse_deleted_version(source: SourceSpec, base: Path) -> None:
@@ -105,12 +106,14 @@ def _text_blocks(
     optional: Unseen,
     delimiter: str | None,
     may_lack: Container[str],
+    given: Mapping[str, str | None],
 ) -> Iterator[Block]:
     from batch_assets.snapshot.source.text import read_csv, read_json, read_jsonl
 
     if kind in ("csv", "tsv"):
-        return read_csv(file, text, columns, optional, delimiter or {"csv": ",", "tsv": "\t"}[kind], may_lack)
-    return {"json": read_json, "jsonl": read_jsonl}[kind](file, text, columns, optional)
+        sign = delimiter or {"csv": ",", "tsv": "\t"}[kind]
+        return read_csv(file, text, columns, optional, sign, may_lack, given)
+    return {"json": read_json, "jsonl": read_jsonl}[kind](file, text, columns, optional, given)
 
 
 def _refuse_options(source: SourceSpec, kind: str) -> None:

@@ -62,7 +62,8 @@ def _lines_and_bytes(file: SourceFile, source: SourceSpec) -> tuple[float, int]:
 def _lines(file: str, kind: str, text: bytes, whole: bool) -> int:
     """Lines of the beginning of a text file, or items of an array, of which the last one is not counted."""
     if kind != "json":
-        return text.count(b"\n") + (whole and not text.endswith(b"\n"))
+        end = b"\n" if b"\n" in text else b"\r"
+        return text.count(end) + (whole and not text.endswith(end))
     items = 0
     try:
         for block in JsonArray(file, io.BytesIO(text)).blocks():

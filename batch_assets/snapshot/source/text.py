@@ -6,15 +6,16 @@ import csv
 import json
 import re
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import orjson
 
 from batch_assets.snapshot.source.block import BLOCK_ROWS, Block
-from batch_assets.snapshot.source.errors import Reject, SourceError, Unseen, no_column, shown
+from batch_assets.snapshot.source.errors import NO_UTF8, OTHER_ENCODING, Reject, SourceError, Unseen, no_column, shown
 from batch_assets.snapshot.source.files import first_read
-from batch_assets.snapshot.source.json_array import MAX_ITEM, JsonArray, refuse_swallowed
+from batch_assets.snapshot.source.json_array import MAX_ITEM, JsonArray, refuse_other_layout, refuse_swallowed
 
 MAX_LINE = 16 << 20
 READ_BYTES = 1 << 20
@@ -31,10 +32,14 @@ _KINDS = {list: "a list", str: "text", int: "a number", float: "a number", bool:
 
 
 def line_blocks(stream: BinaryIO) -> Iterator[list[bytes | None]]:
-    """Lines without their newline, a block at a time. A line over MAX_LINE comes as None and is never held whole."""
+    """Lines without their newline, a block at a time. A line over MAX_LINE comes as None and is never held whole.
+
+    In a file that begins with lines without any newline, but with carriage returns, these end lines (old Mac).
+    """
     rest, skipping, data = b"", False, first_read(stream, READ_BYTES)
+    end = b"\r" if b"\n" not in data and b"\r" in data[:-1] else b"\n"
     while data:
-        lines: list[bytes | None] = [*(rest + data).split(b"\n")]
+        lines: list[bytes | None] = [*(rest + data).split(end)]
         rest = lines.pop() or b""
         if lines and (skipping or len(lines[0] or b"") > MAX_LINE):
             lines[0], skipping = None, False
@@ -47,14 +52,20 @@ def line_blocks(stream: BinaryIO) -> Iterator[list[bytes | None]]:
         yield [None if skipping else rest]
 
 
-def read_jsonl(file: str, stream: BinaryIO, columns: Sequence[str], optional: Unseen) -> Iterator[Block]:
-    """One JSON object per line. Blank lines are no rows; a key that a row lacks counts as null."""
-    return _objects(file, line_blocks(stream), columns, optional, _TOO_LONG)
+def read_jsonl(
+    file: str, stream: BinaryIO, columns: Sequence[str], optional: Unseen, given: Mapping[str, str | None]
+) -> Iterator[Block]:
+    """One JSON object per line. Blank lines are no rows; a key that a row lacks counts as null, or has its value in
+    `given`: columns of the file's folders.
+    """
+    return _objects(file, line_blocks(stream), columns, optional, given, _TOO_LONG)
 
 
-def read_json(file: str, stream: BinaryIO, columns: Sequence[str], optional: Unseen) -> Iterator[Block]:
+def read_json(
+    file: str, stream: BinaryIO, columns: Sequence[str], optional: Unseen, given: Mapping[str, str | None]
+) -> Iterator[Block]:
     """One array of objects, as `read_jsonl`; the line of a row is its place in the array, from 1."""
-    return _objects(file, JsonArray(file, stream).blocks(), columns, optional, _ITEM_TOO_LONG, _NO_ITEM)
+    return _objects(file, JsonArray(file, stream).blocks(), columns, optional, given, _ITEM_TOO_LONG, _NO_ITEM)
 
 
 def _objects(
@@ -62,6 +73,7 @@ def _objects(
     blocks: Iterable[Sequence[bytes | None]],
     columns: Sequence[str],
     optional: Unseen,
+    given: Mapping[str, str | None],
     too_long: str,
     blank: str | None = None,
 ) -> Iterator[Block]:
@@ -69,11 +81,14 @@ def _objects(
 
     Columns that are not optional must be somewhere in the first block of each file.
     """
-    number, checked = 0, False
+    number, begun, checked = 0, False, False
+    optional.difference_update(given)
+    values = [(name, given.get(name)) for name in columns]
     for lines in blocks:
         rows: list[dict[str, Any]] = []
         numbers: list[int] = []
         rejects: list[Reject] = []
+        first = number + 1
         for line in lines:
             number += 1
             if line is None:
@@ -94,12 +109,17 @@ def _objects(
                 numbers.append(number)
             else:
                 rejects.append(Reject(file, number, f"expected a JSON object, found {_KINDS[type(row)]}"))
+        if not begun and (rows or rejects):
+            if blank is None and rejects and (not numbers or rejects[0].line < numbers[0]):
+                refuse_other_layout(file, rejects[0].line, lines[rejects[0].line - first :])
+            begun = True
         if not checked and rows:
-            there = dict.fromkeys(key for row in rows for key in row)
+            there = dict.fromkeys([*(key for row in rows for key in row), *given])
             no_column(file, [name for name in columns if name not in optional], list(there))
             checked = True
         optional.look(rows)
-        yield Block(file, numbers, {name: [row.get(name) for row in rows] for name in columns}, rejects=rejects)
+        found = {name: [row.get(name, absent) for row in rows] for name, absent in values}
+        yield Block(file, numbers, found, rejects=rejects)
 
 
 def json_value_of(text: bytes) -> Any:
@@ -124,7 +144,7 @@ def _json_reason(line: bytes, error: ValueError) -> str:
     try:
         line.decode()
     except UnicodeDecodeError as bad:
-        return f"not valid UTF-8 at byte {bad.start + 1}"
+        return f"{NO_UTF8} {bad.start + 1}"
     return f"not valid JSON: {error.msg.partition(': line ')[0]} at character {error.pos + 1}"
 
 
@@ -151,7 +171,7 @@ class _CsvLines:
         try:
             return line.decode() + "\n"
         except UnicodeDecodeError as error:
-            self.bad[self.number] = f"not valid UTF-8 at byte {error.start + 1}"
+            self.bad[self.number] = f"{NO_UTF8} {error.start + 1}"
             return line.decode(errors="replace") + "\n"
 
 
@@ -162,9 +182,10 @@ def read_csv(
     optional: Unseen,
     delimiter: str = ",",
     may_lack: Container[str] = (),
+    given: Mapping[str, str | None] = MappingProxyType({}),
 ) -> Iterator[Block]:
     """Delimited values with a header line (RFC 4180). All values are text; an empty field is null. Of columns in
-    `may_lack`, those that are not there are left out.
+    `may_lack`, those that are not there are left out; those of `given`, columns of the file's folders, are added.
 
     A record that cannot be used rejects every line that it takes. Raises SourceError when it takes more than
     MAX_LOST_LINES, or all that is left of the file: a quote was opened and not closed.
@@ -176,9 +197,11 @@ def read_csv(
     if header is None:
         return
     _refuse_delimiter(file, columns, header, delimiter)
-    columns = [name for name in columns if name in header or name not in may_lack]
-    no_column(file, columns, header)
+    columns = [name for name in columns if name in header or name in given or name not in may_lack]
+    no_column(file, columns, [*header, *given])
     optional.clear()
+    constant = {name: given[name] for name in columns if name not in header}
+    columns = [name for name in columns if name in header]
     places = [header.index(name) for name in columns]
     block = Block(file, [], {name: [] for name in columns})
     for number, fields in _csv_rows(file, reader, lines, block, len(header)):
@@ -186,10 +209,16 @@ def read_csv(
         for name, place in zip(columns, places, strict=True):
             block.columns[name].append(fields[place] or None)
         if len(block.lines) + len(block.rejects) >= BLOCK_ROWS:
-            yield Block(file, block.lines, block.columns, rejects=list(block.rejects))
+            yield _with(constant, Block(file, block.lines, block.columns, rejects=list(block.rejects)))
             block.lines, block.columns = [], {name: [] for name in columns}
             block.rejects.clear()
-    yield block
+    yield _with(constant, block)
+
+
+def _with(constant: Mapping[str, str | None], block: Block) -> Block:
+    """The block with columns of one value."""
+    block.columns |= {name: [value] * len(block.lines) for name, value in constant.items()}
+    return block
 
 
 def _header(file: str, reader: Any, lines: _CsvLines) -> list[str] | None:
@@ -200,7 +229,9 @@ def _header(file: str, reader: Any, lines: _CsvLines) -> list[str] | None:
     except csv.Error as error:
         raise SourceError(f"{file}, line 1: expected a header line, found text that is no CSV ({error})") from error
     if lines.bad:
-        raise SourceError(f"{file}, line 1: expected a header line; {next(iter(lines.bad.values()))}")
+        reason = next(iter(lines.bad.values()))
+        hint = f". {OTHER_ENCODING}" if NO_UTF8 in reason else ""
+        raise SourceError(f"{file}, line 1: expected a header line, found one that is {reason}{hint}")
     name, times = Counter(header).most_common(1)[0] if header else ("", 0)
     if times > 1:
         raise SourceError(f"{file}, line 1: expected each column name once, found {shown(name)} {times} times")
