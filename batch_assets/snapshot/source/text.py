@@ -16,6 +16,7 @@ from batch_assets.snapshot.source.block import BLOCK_ROWS, Block
 from batch_assets.snapshot.source.errors import NO_UTF8, OTHER_ENCODING, Reject, SourceError, Unseen, no_column, shown
 from batch_assets.snapshot.source.files import first_read
 from batch_assets.snapshot.source.json_array import MAX_ITEM, JsonArray, refuse_other_layout, refuse_swallowed
+from batch_assets.snapshot.source.repeated_keys import RepeatedKeys
 
 MAX_LINE = 16 << 20
 READ_BYTES = 1 << 20
@@ -83,7 +84,7 @@ def _objects(
     """
     number, begun, checked = 0, False, False
     optional.difference_update(given)
-    values = [(name, given.get(name)) for name in columns]
+    values, repeated = [(name, given.get(name)) for name in columns], RepeatedKeys(columns)
     for lines in blocks:
         rows: list[dict[str, Any]] = []
         numbers: list[int] = []
@@ -119,7 +120,20 @@ def _objects(
             checked = True
         optional.look(rows)
         found = {name: [row.get(name, absent) for row in rows] for name, absent in values}
-        yield Block(file, numbers, found, rejects=rejects)
+        twice = {first + place: name for place, name in repeated.look(lines, rows).items()}
+        yield _without(twice, Block(file, numbers, found, rejects=rejects))
+
+
+def _without(repeated: Mapping[int, str], block: Block) -> Block:
+    """The block without rows that repeat a key, by their lines: these are among its rejects."""
+    if not repeated:
+        return block
+    lines = [line for line in block.lines if line in repeated]
+    said = [f"expected each key once in its object, found {shown(repeated[line])} twice or more" for line in lines]
+    rejects = [Reject(block.file, line, reason) for line, reason in zip(lines, said, strict=True)]
+    block = block.take([place for place, line in enumerate(block.lines) if line not in repeated])
+    block.rejects = sorted(block.rejects + rejects, key=lambda reject: reject.line)
+    return block
 
 
 def json_value_of(text: bytes) -> Any:
