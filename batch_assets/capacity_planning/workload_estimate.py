@@ -14,19 +14,19 @@ import math
 import statistics
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
 
 from batch_assets.capacity_planning.acceptance import Z, prior_of, rows_for
-from batch_assets.snapshot.grouping import rows_of, where_of_rows
+from batch_assets.snapshot.grouping import rows_of
+from batch_assets.snapshot.ingest import RowCheck, source_name
 from batch_assets.snapshot.prompts.messages import data_url_of, words_of
-from batch_assets.snapshot.prompts.rendering import Prompts
 from batch_assets.snapshot.source.block import Block
-from batch_assets.snapshot.source.errors import Unseen
+from batch_assets.snapshot.source.errors import SHOWN_REJECTS, Reject, SourceError
 from batch_assets.snapshot.source.size import estimated_lines
 from batch_assets.spec.models import DEFAULT_MAX_TOKENS, GeneratedDatasetSpec
 from gpu_runner.offers.speed import LengthMix
@@ -50,6 +50,7 @@ OUTPUT_SHARE = 0.5
 SAMPLED_BATCHES, SAMPLED_ROWS = 8, 250
 MEASURED_BATCHES = 16
 COUNTED_BLOCKS = 64
+CHECKED_ROWS = 10_000  # of a source: rows whose prompts are rendered, to say which cannot be used
 REUSABLE_SECONDS = 60.0  # a listing of 80,000 batches is 80 requests; a refresh may find more answers for a snapshot
 
 # How far off the tokens left may be, as a relative standard deviation: guessed from bytes and max_tokens; known from
@@ -222,45 +223,103 @@ def work_of_source(spec: GeneratedDatasetSpec, folder: Path) -> Workload:
     """The work of a dataset without a snapshot: the first prompts are rendered, and the first blocks counted.
 
     The rows of a longer source are estimated from the size of its files, and the share of their lines that pass.
+    Raises SourceError where no row can be used.
     """
-    prompts, where = Prompts(spec, folder), where_of_rows(spec)
-    per = [spec.want.per] if spec.want is not None and spec.want.per is not None else []
-    columns = list(dict.fromkeys([*prompts.columns, *(where.columns if where else ()), *per]))
-    strata = set[str]()
-    rows, lines, first, whole = 0, 0, PromptLengths(0.0, 0.0), True
-    unseen = Unseen(set(columns) - prompts.required)
-    for number, block in enumerate(rows_of(spec, columns, folder, unseen)):
-        if number >= COUNTED_BLOCKS and spec.source.group_by is None:  # groups are all there at once
-            whole = False
-            break
-        passing = block.take(where.split(block)[0]) if where else block
-        if rows == 0 and passing.lines:
-            user = spec.prompt.user_model
-            first = _estimate(_rendered(prompts, passing), user.turns if user is not None else 1)
-        rows += len(passing.lines)
-        strata |= {stratum_of(value) for name in per for value in passing.columns[name]}
-        lines += len(set(block.lines)) + len(block.rejects)  # one line may be several rows: `explode`
-        if spec.source.limit and rows >= spec.source.limit:
-            rows = spec.source.limit
-            break
+    found = _FirstRows(spec, folder)
+    found.read()
+    rows = found.rows
     said = [
         Assumption(
             Subject.LENGTHS, "there is no snapshot yet: rows are those of the source, lengths those of its first rows"
         )
     ]
-    if not whole:
-        rows = _estimated_rows(spec, folder, rows, lines)
-        text = f"the source has about {rows:,} rows: {lines:,} lines were read, the others count by their bytes"
+    if not found.whole:
+        rows = _estimated_rows(spec, folder, rows, found.lines)
+        text = f"the source has about {rows:,} rows: {found.lines:,} lines were read, the others count by their bytes"
         said.append(Assumption(Subject.ROWS, text))
+    skipped = found.rejected and spec.on_bad_row == "skip"
+    said += [Assumption(Subject.ROWS, found.rejected_words())] if skipped else []
     rows *= spec.samples
     if spec.want is not None:
-        rate, times = prior_of(spec.want.expected_rate), max(1, len(strata))
+        rate, times = prior_of(spec.want.expected_rate), max(1, len(found.strata))
         low, middle, high = (min(rows, round(number * times)) for number in rows_for(spec.want.rows, rate))
-        each = f" of each of {times:,} values of {per[0]}" if per else ""
+        each = f" of each of {times:,} values of {spec.want.per}" if spec.want.per is not None else ""
         text = f"{spec.want.rows:,} rows{each} are to be accepted, of {middle:,} ({low:,} to {high:,}) that are made"
         said.append(Assumption(Subject.ROWS, f"{text}, as {rate.mean:.0%} are expected to be accepted"))
         rows = middle
-    return work_of(spec.generation(), rows, rows, first, (), said)
+    work = work_of(spec.generation(), rows, rows, found.lengths(), (), said)
+    problems = (found.rejected_words(),) if found.rejected and not skipped else ()
+    return replace(work, rejected=found.rejected, problems=problems)
+
+
+class _FirstRows:
+    """The first blocks of a source: rows that can be used, and those that a snapshot refuses."""
+
+    def __init__(self, spec: GeneratedDatasetSpec, folder: Path) -> None:
+        self._spec, self._folder = spec, folder
+        self._check, self._ids = RowCheck(spec, folder), dict[str, tuple[str, int]]()
+        self._most = SAMPLED_ROWS if spec.prompt.media else CHECKED_ROWS  # a picture takes as long as many rows
+        self._passed, self._checked, self._asked = 0, 0, list[_Asked]()
+        self.rows = self.lines = self.rejected = 0
+        self.first: list[Reject] = []
+        self.whole, self.strata = True, set[str]()
+
+    def read(self) -> None:
+        """Read them. Raises SourceError where none can be used."""
+        check, source = self._check, self._spec.source
+        for number, block in enumerate(rows_of(self._spec, check.columns, self._folder, check.unseen)):
+            if number >= COUNTED_BLOCKS and source.group_by is None:  # groups are all there at once
+                self.whole = False
+                break
+            self.lines += len(set(block.lines)) + len(block.rejects)  # one line may be several rows: `explode`
+            self._take(check.passing(block))
+            if check.full:
+                break
+        if self.whole:
+            check.finish()
+            if not self.rows:
+                raise SourceError.of_no_row(source_name(self._spec), self.first, self.rejected)
+
+    def _take(self, block: Block) -> None:
+        rejects = list(block.rejects)
+        self.rows += len(block.lines)
+        self._passed += len(block.lines)
+        if self._spec.want is not None and self._spec.want.per is not None:
+            self.strata |= set(map(stratum_of, block.columns[self._spec.want.per]))
+        part = block.part(0, max(0, self._most - self._checked))
+        self._checked += len(part.lines)
+        for some in self._check.parts(part):
+            rejects += self._look(some)
+        self.rejected += len(rejects)
+        self.first += sorted(rejects, key=lambda one: one.line)[: SHOWN_REJECTS - len(self.first)]
+
+    def _look(self, part: Block) -> list[Reject]:
+        """Hold rows to what a snapshot asks of them; returns those that cannot be used."""
+        rows = self._check.check(part)
+        refused = dict(rows.refused)
+        for i, row_id in enumerate(rows.ids or ()):
+            first = self._ids.setdefault(row_id, (part.file, part.lines[i])) if i not in refused else None
+            if first is not None and first != (part.file, part.lines[i]):
+                refused[i] = f"id: the same as in {first[0]}, line {first[1]}"
+        self.rows -= len(refused)
+        turns: Sequence[Sequence[str]] = rows.turns or [()] * len(rows.prompts)
+        users: Sequence[str | None] = rows.user_systems or [None] * len(rows.prompts)
+        found = [row for i, row in enumerate(zip(rows.prompts, turns, users, strict=True)) if i not in refused]
+        self._asked += found[: SAMPLED_ROWS - len(self._asked)]
+        return [Reject(part.file, part.lines[i], reason) for i, reason in refused.items()]
+
+    def lengths(self) -> PromptLengths:
+        """Of the first prompts that can be used."""
+        user = self._spec.prompt.user_model
+        return _estimate(self._asked, user.turns if user is not None else 1)
+
+    def rejected_words(self) -> str:
+        """How many rows cannot be used, of how many, and the first of them with its reason."""
+        of = f"{'' if self.whole else 'the first '}{self._check.source_rows:,} rows of the source"
+        rendered = f"; prompts of {self._checked:,} rows were looked at" if self._checked < self._passed else ""
+        rows = f"{self.rejected:,} of {of} cannot be used{rendered}"
+        does = "are left out" if self._spec.on_bad_row == "skip" else "stop a run"
+        return f"{rows}: they {does} (on_bad_row: {self._spec.on_bad_row}), such as {self.first[0]}"
 
 
 def _estimated_rows(spec: GeneratedDatasetSpec, folder: Path, rows: int, lines: int) -> int:
@@ -268,15 +327,6 @@ def _estimated_rows(spec: GeneratedDatasetSpec, folder: Path, rows: int, lines: 
     estimated = estimated_lines(spec.source, folder) * rows / max(1, lines)
     found = rows if math.isnan(estimated) else max(rows, round(estimated))
     return min(found, spec.source.limit or found)
-
-
-def _rendered(prompts: Prompts, block: Block) -> Iterator[_Asked]:
-    """Prompts of a block's first rows, without those that cannot be used."""
-    part, refused = block.part(0, SAMPLED_ROWS), dict[int, str]()
-    found = prompts.render(part, refused)
-    turns: Sequence[Sequence[str]] = found.turns or [()] * len(found.prompts)
-    users: Sequence[str | None] = found.user_systems or [None] * len(found.prompts)
-    yield from (row for i, row in enumerate(zip(found.prompts, turns, users, strict=True)) if i not in refused)
 
 
 # A prompt, what the user says in its row, where that is a conversation, and who a model that writes the rest is to be.

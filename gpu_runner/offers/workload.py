@@ -40,7 +40,8 @@ class Workload:
     """Rows left of `all_rows`, their mean lengths, and the longest of them (prompt and completion, in tokens).
 
     `prompt_basis`, `output_basis`: how we know the mean lengths. `assumptions`: what is not known. `longest_output`:
-    tokens that a completion may have at most; None: nobody says.
+    tokens that a completion may have at most; None: nobody says. `rejected`: rows of the source that cannot be used, as
+    far as they were looked at; `problems`: what keeps a run from beginning, for people.
     """
 
     rows: int
@@ -51,6 +52,8 @@ class Workload:
     output_basis: Basis
     assumptions: tuple[Assumption, ...] = ()
     longest_output: int | None = None
+    rejected: int = 0
+    problems: tuple[str, ...] = ()
 
     def usd(self, price: TokenPrice) -> float:
         """What all rows left are expected to cost, paid by the token."""

@@ -27,7 +27,8 @@ from batch_assets.filtering.wanted_rows import rows_to_come, standing
 from batch_assets.local_dagster.local_fleet import the_fleet
 from batch_assets.orchestration.active_request import request_under_way
 from batch_assets.orchestration.source_place import at_its_place, older_part
-from batch_assets.request_status.dataset_status import observing
+from batch_assets.request_status.dataset_status import Observer, observing
+from batch_assets.snapshot.left_out import first_reject, left_out
 from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.deadline import Deadline
 from batch_assets.spec.discovery import declared_specs
@@ -46,6 +47,7 @@ def as_json(found: Proposal) -> dict[str, Any]:
     return {
         "dataset": found.dataset,
         "rows": found.work.rows,
+        "rejected_rows": found.work.rejected,
         "tokens": round(found.work.tokens),
         "request": found.request or None,
         "deadline_seconds": target.deadline,
@@ -93,7 +95,7 @@ def proposal(spec: GeneratedDatasetSpec, folder: Path, tags: Mapping[str, str]) 
             work = WorkloadEstimator(placed, seen.store, folder).look(anew)
             if asked_before:
                 work = _with_changes(work, DeclaredChanges.look(spec, folder, seen), spec.name)
-                work = _until_accepted(work, spec, seen.store)
+                work = _with_rejects(_until_accepted(work, spec, seen.store), seen)
             elif older := older_part(spec.source, seen.store.objects):
                 work = replace(work, assumptions=(*work.assumptions, Assumption(Subject.ROWS, older)))
     except SourceError as error:
@@ -103,6 +105,7 @@ def proposal(spec: GeneratedDatasetSpec, folder: Path, tags: Mapping[str, str]) 
         timing = ControlTiming.of_sensor(settings.capacity_seconds())
         around = FleetView.look(fleet, fleet_db)
         found = propose(around, fleet_db, spec, work, tags, timing, request)
+    found = replace(found, problems=(*found.problems, *work.problems))
     if around.config.only_plays(spec.model):
         played = f"there are simulated providers alone: `batch-assets run {spec.name}` takes them with --simulate only"
         found = replace(found, problems=(*found.problems, played))
@@ -114,6 +117,18 @@ def _with_changes(work: Workload, changed: DeclaredChanges, dataset: str) -> Wor
     said = tuple(Assumption(Subject.ROWS, line.removeprefix(f"{dataset}: ")) for line in changed.lines(dataset))
     rows = work.rows + changed.rows
     return replace(work, rows=rows, all_rows=max(rows, work.all_rows), assumptions=(*work.assumptions, *said))
+
+
+def _with_rejects(work: Workload, seen: Observer) -> Workload:
+    """The work with what the snapshot says of rows that it leaves out."""
+    snapshot = seen.store.current_snapshot()
+    counts = seen.source_counts(snapshot)
+    if snapshot is None or not counts.rejected:
+        return work
+    first = first_reject(seen.store, snapshot)
+    text = left_out(counts.rejected, counts.rows) + (f", such as {first}" if first is not None else "")
+    said = Assumption(Subject.ROWS, text)
+    return replace(work, rejected=counts.rejected, assumptions=(*work.assumptions, said))
 
 
 def _until_accepted(work: Workload, spec: GeneratedDatasetSpec, store: DatasetStore) -> Workload:

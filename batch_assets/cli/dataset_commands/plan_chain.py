@@ -33,7 +33,8 @@ class StepPlan:
     """Rows of one dataset that a run would ask: `new` in its source, `changed` there or in its file, and `never_asked`:
     in batches of the snapshot that are not done. `usd`: their median cost; None: not planned.
 
-    `more_from`: the step before is to be run first, and what it makes comes on top. `problem`: why nothing is known.
+    `more_from`: the step before is to be run first, and what it makes comes on top. `problem`: why nothing is known, or
+    why a run would not begin.
     """
 
     dataset: str
@@ -98,7 +99,7 @@ def _plan(seen: Observer, spec: GeneratedDatasetSpec, folder: Path, more_from: s
         return StepPlan(spec.name, more_from=more_from, problem=str(error))
     rows = work.rows + new + changed
     usd = _usd(spec, replace(work, rows=rows, all_rows=max(rows, work.all_rows))) if rows else 0.0
-    return StepPlan(spec.name, new, changed, work.rows, usd, more_from)
+    return StepPlan(spec.name, new, changed, work.rows, usd, more_from, "; ".join(work.problems))
 
 
 def _work(seen: Observer, spec: GeneratedDatasetSpec, folder: Path) -> tuple[Workload, int, int]:

@@ -8,6 +8,7 @@ texts with such colons, each wanted key is counted by itself, and only rows that
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-FRUITLESS = 1_000  # rows of a file that are parsed again and repeat no key, before the looking ends
+FRUITLESS = 1_000  # rows of a file that are parsed again and do not repeat a key, before the looking for it ends
 _PIECE = 1 << 17
 
 
@@ -24,11 +25,11 @@ class RepeatedKeys:
 
     def __init__(self, wanted: Sequence[str]) -> None:
         self._needles = {name: orjson.dumps(name) for name in wanted}
-        self._flat, self._fruitless = True, 0
+        self._flat, self._fruitless = True, Counter[str]()
 
     def look(self, lines: Sequence[bytes | None], rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
         """A wanted key that is repeated in a line, by the line's place. `rows`: those that lines were parsed to."""
-        if self._fruitless >= FRUITLESS or not self._needles:
+        if not self._needles:
             return {}
         text = b"\n".join([line or b"" for line in lines] if None in lines else lines)  # type: ignore[arg-type]
         signs = np.frombuffer(text, np.uint8)
@@ -41,16 +42,18 @@ class RepeatedKeys:
             there = sum([name in row for row in rows])
             if _count(signs, needle, len(needle) - 2) > there and text.count(needle) > there:
                 found |= self._repeated(lines, needle, name)
+        # Told by the rows alone, not by the pieces in which they came: the same file has the same bad rows.
+        self._needles = {name: one for name, one in self._needles.items() if self._fruitless[name] < FRUITLESS}
         return found
 
     def _repeated(self, lines: Sequence[bytes | None], needle: bytes, name: str) -> dict[int, str]:
         found = {}
         for place, line in enumerate(lines):
-            if line is not None and line.count(needle) > 1 and self._fruitless < FRUITLESS:
+            if line is not None and line.count(needle) > 1 and self._fruitless[name] < FRUITLESS:
                 if _keys(line).count(name) > 1:
                     found[place] = name
                 else:
-                    self._fruitless += 1
+                    self._fruitless[name] += 1
         return found
 
 

@@ -246,9 +246,10 @@ def _header(file: str, reader: Any, lines: _CsvLines) -> list[str] | None:
         reason = next(iter(lines.bad.values()))
         hint = f". {OTHER_ENCODING}" if NO_UTF8 in reason else ""
         raise SourceError(f"{file}, line 1: expected a header line, found one that is {reason}{hint}")
-    name, times = Counter(header).most_common(1)[0] if header else ("", 0)
+    name, times = next(iter(Counter(filter(None, header)).most_common(1)), ("", 0))  # commas at the end name nothing
     if times > 1:
-        raise SourceError(f"{file}, line 1: expected each column name once, found {shown(name)} {times} times")
+        said = f"{file}, line 1: expected each column name once, found {shown(name)} {times} times"
+        raise SourceError(f"{said}; give one of them another name in the file")
     return header
 
 

@@ -174,6 +174,81 @@ def test_what_is_held_and_spent_already_is_part_of_the_plan(site: SensorDataset)
     assert any(line.startswith("held: 1 instances") for line in lines)
 
 
+BAD = '{"question": null}\nno\n{"other": 1}\n'
+
+
+def test_rows_that_a_snapshot_would_refuse_are_counted_with_a_reason(home: Path) -> None:
+    questions = home / "defs" / "d" / "questions.jsonl"
+    questions.write_text(questions.read_text() + BAD)
+    status, found = plan()
+    count = "3 of 3,003 rows of the source cannot be used"
+    first = f"such as questions.jsonl, line {QUESTIONS + 1}: "
+    (problem,) = [text for text in found["problems"] if "cannot be used" in text]
+    assert problem.startswith(f"{count}: they stop a run (on_bad_row: fail), {first}")
+    assert "question" in problem
+    assert (status, found["rows"], found["rejected_rows"]) == (0, QUESTIONS, 3)
+    shown = CliRunner().invoke(app, ["plan", "d"]).output
+    assert f"problem: {count}" in shown
+    declare(home, on_bad_row="skip")
+    _, found = plan()
+    assert any(
+        text.startswith(f"{count}: they are left out (on_bad_row: skip), {first}") for text in found["assumptions"]
+    )
+    assert found["rejected_rows"] == 3 and not [text for text in found["problems"] if "cannot be used" in text]
+
+
+@pytest.mark.parametrize(
+    ("more", "lines", "reason"),
+    [
+        (
+            {"id": "id"},
+            ['{"question": "a", "id": "1"}', '{"question": "b"}'],
+            "id: expected text or a whole number, found null",
+        ),
+        ({"id": "id"}, ['{"question": "a", "id": "1"}'] * 2, "id: the same as in questions.jsonl, line 1"),
+        ({"keep_columns": ["n"]}, ['{"question": "a", "n": 1}', '{"question": "b", "n": "x"}'], "n"),
+        (
+            {"source": {"path": "questions.jsonl", "where": "n > 1"}},
+            ['{"question": "a", "n": 2}', '{"question": 1, "n": "x"}'],
+            "n",
+        ),
+    ],
+)
+def test_what_is_asked_of_rows_is_what_a_snapshot_asks(
+    home: Path, more: dict[str, Any], lines: list[str], reason: str
+) -> None:
+    declare(home, **more)
+    (home / "defs" / "d" / "questions.jsonl").write_text("\n".join(lines))
+    _, found = plan()
+    (problem,) = [text for text in found["problems"] if "cannot be used" in text]
+    assert "1 of 2 rows" in problem and "questions.jsonl, line 2: " in problem and reason in problem
+    assert (found["rows"], found["rejected_rows"]) == (1, 1)
+
+
+def test_a_source_of_which_no_row_can_be_used_is_refused(home: Path) -> None:
+    (home / "defs" / "d" / "questions.jsonl").write_text('{"question": null}\n' * 2)
+    status, found = plan()
+    assert status == 2 and "found none that can be used (all 2 were rejected)" in found["said"]
+
+
+def test_rows_that_a_snapshot_has_left_out_are_said(home: Path) -> None:
+    questions = home / "defs" / "d" / "questions.jsonl"
+    questions.write_text('{"question": "a"}\n' + BAD)
+    declare(home, on_bad_row="skip")
+    from batch_assets.snapshot.builder import build_snapshot
+    from batch_assets.spec.discovery import declared
+
+    spec, folder = declared()["d"]
+    with observing(["d"]) as (seen,):
+        build_snapshot(spec, seen.store, now=1.0, workdir=home / "work", base=folder)
+    _, found = plan()
+    said = [text for text in found["assumptions"] if "left out" in text]
+    assert said[0].startswith(
+        "3 of 4 rows of the source are left out (on_bad_row: skip), such as questions.jsonl, line 2: "
+    )
+    assert found["rejected_rows"] == 3
+
+
 def test_prompts_show_the_plan_before_anything_is_rented(home: Path) -> None:
     from batch_assets.component import dataset_definitions
     from batch_assets.definitions import platform

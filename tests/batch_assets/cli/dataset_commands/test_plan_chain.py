@@ -69,6 +69,15 @@ def test_a_chain_that_was_never_run_asks_the_rows_of_its_source_and_then_what_co
     assert found["steps"][0]["usd_p50"] > 0
 
 
+def test_a_step_whose_source_has_bad_rows_says_so_before_it_is_run(folder: Path):
+    declare(folder, ["a", " "])
+    found = CliRunner().invoke(app, ["plan", "answers", "--upstream", "--json"])
+    first, second = json.loads(found.stdout)["steps"]
+    assert "1 of 2 rows of the source cannot be used: they stop a run" in first["problem"]
+    assert "line 2: id: expected text or a whole number, found nothing but blanks" in first["problem"]
+    assert (found.exit_code, counts(first), second["problem"]) == (1, (0, 0, 1, None), None)
+
+
 @pytest.mark.slow
 def test_rows_that_are_new_in_a_source_are_told_from_those_that_were_never_asked(folder: Path):
     declare(folder, ["a", "b"])

@@ -181,6 +181,12 @@ def test_text_that_is_no_utf_8_is_refused_with_the_key_that_helps(tmp_path: Path
 # Names
 
 
+def test_columns_without_a_name_are_no_trouble(tmp_path: Path) -> None:
+    assert rows_of(tmp_path, "a.csv", b",q,,\n0,a,,\n1,b,x,\n")[0] == [(2, "a"), (3, "b")]
+    said = "a.csv, line 1: expected each column name once, found 'x' 2 times; give one of them another name in the file"
+    assert refusal(tmp_path, "a.csv", b"x,q,x\n1,2,3\n") == said
+
+
 def test_columns_that_differ_in_case_only_are_two_in_prompts_and_one_in_tables(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"text,Text, q \na,b,c\n")
     (block,) = read_source(SourceSpec(path="a.csv"), ["text", "Text"], tmp_path)
