@@ -26,7 +26,7 @@ from batch_assets.snapshot.grouping import rows_of
 from batch_assets.snapshot.ingest import RowCheck, source_name
 from batch_assets.snapshot.prompts.messages import data_url_of, words_of
 from batch_assets.snapshot.source.block import Block
-from batch_assets.snapshot.source.errors import SHOWN_REJECTS, Reject, SourceError
+from batch_assets.snapshot.source.errors import SHOWN_REJECTS, Reject, SourceError, remedy
 from batch_assets.snapshot.source.size import estimated_lines
 from batch_assets.spec.models import DEFAULT_MAX_TOKENS, GeneratedDatasetSpec
 from gpu_runner.offers.speed import LengthMix
@@ -318,8 +318,9 @@ class _FirstRows:
         of = f"{'' if self.whole else 'the first '}{self._check.source_rows:,} rows of the source"
         rendered = f"; prompts of {self._checked:,} rows were looked at" if self._checked < self._passed else ""
         rows = f"{self.rejected:,} of {of} cannot be used{rendered}"
+        hint = f". {remedy(self.first)}".rstrip(". \n")
         does = "are left out" if self._spec.on_bad_row == "skip" else "stop a run"
-        return f"{rows}: they {does} (on_bad_row: {self._spec.on_bad_row}), such as {self.first[0]}"
+        return f"{rows}: they {does} (on_bad_row: {self._spec.on_bad_row}), such as {self.first[0]}{hint}"
 
 
 def _estimated_rows(spec: GeneratedDatasetSpec, folder: Path, rows: int, lines: int) -> int:

@@ -49,7 +49,7 @@ class SourceError(UserFacingError):
         more = f"\n  … and {total - LISTED} more" if total > LISTED else ""
         listed = "\n".join(f"  {reject}" for reject in rejects[:LISTED])
         hint = "Correct the source, or set on_bad_row: skip to leave such rows out and list them in rejects.parquet."
-        return cls(f"{count}:\n{listed}{more}\n{_remedy(rejects)}{hint}", rejects[:LISTED])
+        return cls(f"{count}:\n{listed}{more}\n{remedy(rejects)}{hint}", rejects[:LISTED])
 
     @classmethod
     def of_no_row(cls, source: str, rejects: Sequence[Reject], total: int) -> SourceError:
@@ -59,11 +59,12 @@ class SourceError(UserFacingError):
             return cls(said)
         more = f"\n  … and {total - SHOWN_REJECTS} more" if total > SHOWN_REJECTS else ""
         listed = "\n".join(f"  {reject}" for reject in rejects[:SHOWN_REJECTS])
-        remedy = f"\n{_remedy(rejects)}".rstrip()
-        return cls(f"{said} (all {total} were rejected):\n{listed}{more}{remedy}", rejects[:LISTED])
+        hint = f"\n{remedy(rejects)}".rstrip()
+        return cls(f"{said} (all {total} were rejected):\n{listed}{more}{hint}", rejects[:LISTED])
 
 
-def _remedy(rejects: Sequence[Reject]) -> str:
+def remedy(rejects: Sequence[Reject]) -> str:
+    """A line on what helps against bad rows of this kind, where a key of the source does; else ""."""
     return f"{OTHER_ENCODING}\n" if any(NO_UTF8 in reject.reason for reject in rejects) else ""
 
 

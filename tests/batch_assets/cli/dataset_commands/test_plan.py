@@ -225,6 +225,13 @@ def test_what_is_asked_of_rows_is_what_a_snapshot_asks(
     assert (found["rows"], found["rejected_rows"]) == (1, 1)
 
 
+def test_a_key_that_helps_against_bad_rows_is_named(home: Path) -> None:
+    (home / "defs" / "d" / "questions.jsonl").write_bytes('{"question": "a"}\n{"question": "ü"}\n'.encode("latin-1"))
+    _, found = plan()
+    (problem,) = [text for text in found["problems"] if "cannot be used" in text]
+    assert "not valid UTF-8 at byte 15. A file that is not UTF-8: write source.encoding: windows-1252" in problem
+
+
 def test_a_source_of_which_no_row_can_be_used_is_refused(home: Path) -> None:
     (home / "defs" / "d" / "questions.jsonl").write_text('{"question": null}\n' * 2)
     status, found = plan()
