@@ -14,6 +14,7 @@ import dagster as dg
 from batch_assets.catalog import ledger
 from batch_assets.catalog.ranges import KeyRange, RangeRunRecord, RunOutcome
 from batch_assets.dagster_internals import BulkActionsFilter, BulkActionStatus, PartitionBackfill
+from batch_assets.dagster_internals.event_batches import only_of
 from batch_assets.tags import PARTITION_TAG, RANGE_END_TAG, RANGE_START_TAG, REFUSED_TAG, REQUEST_TAG, WILL_RETRY_TAG
 
 UNFINISHED = [status for status in dg.DagsterRunStatus if status not in (
@@ -35,13 +36,20 @@ def _record(instance: dg.DagsterInstance, record: dg.RunRecord, keys: KeyRange) 
     run = record.dagster_run
     now = time.time()
     outcome = "unfinished" if _is_undecided(instance, record, now) else _outcome(record, now)
-    return RangeRunRecord(run.run_id, keys, outcome, run.tags.get(REQUEST_TAG), run.root_run_id or run.run_id)
+    return RangeRunRecord(
+        run.run_id,
+        keys,
+        outcome,
+        run.tags.get(REQUEST_TAG),
+        run.root_run_id or run.run_id,
+        queued=run.status in (dg.DagsterRunStatus.NOT_STARTED, dg.DagsterRunStatus.QUEUED),
+    )
 
 
 def range_of(run: dg.DagsterRun) -> KeyRange | None:
     """The batches that a run is for; None when it is not over batches."""
     if RANGE_START_TAG in run.tags:
-        return KeyRange(run.tags[RANGE_START_TAG], run.tags[RANGE_END_TAG])
+        return KeyRange(run.tags[RANGE_START_TAG], run.tags[RANGE_END_TAG], only_of(run.run_config))
     if PARTITION_TAG in run.tags:
         return KeyRange(run.tags[PARTITION_TAG], run.tags[PARTITION_TAG])
     return None

@@ -14,24 +14,30 @@ RunOutcome = Literal["unfinished", "succeeded", "failed", "refused", "canceled"]
 
 @dataclass(frozen=True, slots=True)
 class KeyRange:
-    """A contiguous range of batches, both ends included."""
+    """A range of batches, both ends included. `only`: those of it that are meant; None: all."""
 
     first: str
     last: str
+    only: frozenset[str] | None = None
 
     def __contains__(self, key: object) -> bool:
-        return isinstance(key, str) and self.first <= key <= self.last
+        inside = isinstance(key, str) and self.first <= key <= self.last
+        return inside and (self.only is None or key in self.only)
 
 
 @dataclass(frozen=True, slots=True)
 class RangeRunRecord:
-    """A run over a range of batches, as the catalog knows it; retries share their first run's `root_run_id`."""
+    """A run over a range of batches, as the catalog knows it; retries share their first run's `root_run_id`.
+
+    `queued`: it waits to be started.
+    """
 
     run_id: str
     keys: KeyRange
     outcome: RunOutcome
     request: str | None
     root_run_id: str = ""
+    queued: bool = False
 
 
 def pack(
@@ -40,34 +46,36 @@ def pack(
     busy: Sequence[KeyRange],
     *,
     batches_per_run: int,
-    spread: int = 10,
     most: int = sys.maxsize,
 ) -> list[KeyRange]:
-    """Few ranges that cover every wanted key that no busy range covers, and touch no busy range; the first `most`.
+    """Few ranges that cover every wanted key that no busy range covers; the first `most`.
 
-    `keys` are all partitions in order. A range holds at most `batches_per_run` wanted keys and may bridge gaps of
-    finished batches (they are reported again for a few milliseconds each), up to `spread` times as many keys in all.
+    `keys` are all partitions in order. A range holds at most `batches_per_run` wanted keys. It bridges any number of
+    other batches, which its run leaves alone, but for those of a busy range without gaps.
     """
+    whole = [run for run in busy if run.only is None]
+    scattered = frozenset[str]().union(*(run.only for run in busy if run.only is not None))
     ranges: list[KeyRange] = []
-    start = end = -1
-    count = 0
+    found: list[str] = []
+    start = 0
     for position, key in enumerate(keys):
-        if any(key in run for run in busy):
-            if count:
-                ranges.append(KeyRange(keys[start], keys[end]))
-            count = 0
-        elif key in wanted:
-            if count and (count == batches_per_run or position - start >= spread * batches_per_run):
-                ranges.append(KeyRange(keys[start], keys[end]))
-                count = 0
-            if not count:
-                if len(ranges) >= most:
-                    return ranges
-                start = position
-            end, count = position, count + 1
-    if count:
-        ranges.append(KeyRange(keys[start], keys[end]))
+        at_work = any(key in run for run in whole)
+        if found and (at_work or len(found) == batches_per_run):
+            ranges.append(_range(keys, start, found))
+            found = []
+            if len(ranges) >= most:
+                return ranges
+        if key in wanted and not at_work and key not in scattered and len(ranges) < most:
+            start = start if found else position
+            found.append(key)
+    if found:
+        ranges.append(_range(keys, start, found))
     return ranges[:most]
+
+
+def _range(keys: Sequence[str], start: int, found: Sequence[str]) -> KeyRange:
+    gaps = keys[start + len(found) - 1] != found[-1]
+    return KeyRange(found[0], found[-1], frozenset(found) if gaps else None)
 
 
 ATTEMPTS = 3

@@ -7,13 +7,15 @@ DAGSTER_EVENT_BATCH_SIZE is set; its Postgres storage then writes materializatio
 planned events one by one, and its SQLite storage everything. Here both write all three together.
 
 An event is the same, whichever way it was written. When a group cannot be written, Dagster writes its events one by
-one. What is private to Dagster is held by `tests/batch_assets/dagster_internals/test_event_batches.py`.
+one. Of a run that is for some partitions of its range (`only` in the config of its op), planned events of the others
+are left out. What is private to Dagster is held by `tests/batch_assets/dagster_internals/test_event_batches.py`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import groupby, islice
 
 import dagster as dg
@@ -50,9 +52,9 @@ def write_together(instance: dg.DagsterInstance) -> None:
     if REPLACED in vars(storage):
         return
     if type(storage) is SqliteEventLogStorage:
-        setattr(storage, REPLACED, _in_groups(_sqlite(storage)))
+        setattr(storage, REPLACED, _in_groups(_sqlite(storage), _only(instance)))
     elif isinstance(storage, SqlEventLogStorage) and hasattr(storage, "postgres_url"):
-        setattr(storage, REPLACED, _in_groups(_postgres(storage)))
+        setattr(storage, REPLACED, _in_groups(_postgres(storage), _only(instance)))
 
 
 def log_together(context: dg.AssetExecutionContext, events: Iterable[dg.AssetMaterialization]) -> None:
@@ -89,7 +91,36 @@ def _numbered(
             yield event, DagsterEventBatchMetadata(name, number == len(group))
 
 
-def _in_groups(store: Store) -> Store:
+def only_of(run_config: object) -> frozenset[str] | None:
+    """The partitions of its range that a run is for, as the config of its op names them; None: all."""
+    ops = run_config.get("ops") if isinstance(run_config, Mapping) else None
+    for op in (ops or {}).values():
+        if named := ((op or {}).get("config") or {}).get("only"):
+            return frozenset(str(named).split())
+    return None
+
+
+Only = Callable[[str], frozenset[str] | None]
+
+
+def _only(instance: dg.DagsterInstance) -> Only:
+    @lru_cache(maxsize=64)
+    def of(run_id: str) -> frozenset[str] | None:
+        run = instance.get_run_by_id(run_id)
+        return None if run is None else only_of(run.run_config)
+
+    return of
+
+
+def _meant(events: list[EventLogEntry], only: Only) -> list[EventLogEntry]:
+    """Without planned events of partitions that the run leaves alone: Dagster plans its whole range."""
+    if events[0].dagster_event_type != dg.DagsterEventType.ASSET_MATERIALIZATION_PLANNED:
+        return events
+    meant = only(events[0].run_id)
+    return events if meant is None else [one for one in events if one.get_dagster_event().partition in meant]
+
+
+def _in_groups(store: Store, only: Only) -> Store:
     """One write for each kind of event of a run, in order."""
 
     def of(event: EventLogEntry) -> tuple[str, dg.DagsterEventType | None]:
@@ -97,7 +128,8 @@ def _in_groups(store: Store) -> Store:
 
     def store_event_batch(events: Sequence[EventLogEntry]) -> None:
         for _, group in groupby(events, of):
-            store(list(group))
+            if meant := _meant(list(group), only):
+                store(meant)
 
     return store_event_batch
 

@@ -67,6 +67,7 @@ class RowsConfig(dg.Config):
     regenerate: bool = False
     redrive: bool = False
     redrive_error: str = ""  # only dead letters of this error
+    only: str = ""  # the batches of the range that are meant, with spaces between them; "": all
 
 
 class LedgerEntries:
@@ -111,6 +112,12 @@ def generate_rows(
     yield from ()
 
 
+def keys_of(keys: Sequence[str], only: str) -> list[str]:
+    """The batches of a range that its run is for. `only`: as in the run's config."""
+    meant = frozenset(only.split())
+    return [key for key in keys if key in meant] if meant else list(keys)
+
+
 def _canceled(dataset: str, running: Sequence[RangeRun]) -> str:
     """What a run says that somebody has ended."""
     done = "nothing was generated"
@@ -131,7 +138,7 @@ def _generate_range(
 ) -> None:
     """`running` gets what is being generated, so that an interrupt finds how far it is."""
     keep_connections(context.instance, kept=1)  # a server has room for some hundred, and there may be as many runs
-    keys = list(context.partition_keys)
+    keys = keys_of(context.partition_keys, config.only)
     manifest = _manifest(store)
     wanted = set(keys)
     entries = [entry for entry in store.entries(manifest.snapshot) if entry.key in wanted]

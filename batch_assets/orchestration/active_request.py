@@ -263,7 +263,8 @@ def _settled_rows(
     found, elsewhere = 0, dict(free)
     for run in runs:
         if finished := done.get(run.run_id, 0):
-            own = entries[bisect.bisect_left(keys, run.keys.first) : bisect.bisect_right(keys, run.keys.last)]
+            inside = entries[bisect.bisect_left(keys, run.keys.first) : bisect.bisect_right(keys, run.keys.last)]
+            own = [entry for entry in inside if entry.key in run.keys]
             open_rows = sum(entry.rows for entry in own if entry.key in missing)
             committed = sum(entry.rows for entry in own) - open_rows
             taken = sum(elsewhere.pop(entry.key, 0) for entry in own if entry.key in missing)

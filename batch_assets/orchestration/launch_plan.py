@@ -3,6 +3,9 @@
 A *request* is a successful run tagged `batch/refresh` (make the current snapshot complete) or `batch/redrive` (try the
 dead letters again). The runs started for it carry its run id in `batch/request`, so the catalog alone tells how far it
 is: nothing else has to remember.
+
+A *repair* makes batches again that were lost after the request was done with them. Nobody waits for the rows, and the
+losses may be found piece by piece, so its runs are packed: as few as possible, not one for each engine.
 """
 
 from __future__ import annotations
@@ -38,12 +41,14 @@ def plan_launch(
     backfill_open: bool,
     batches_per_run: int,
     room: int,
+    repair: bool = False,
 ) -> Launch:
     """Ranges for the wanted keys of a request. `keys`: all partitions in order, read only where there is room.
 
     Nothing beside an open backfill, nothing for a batch that is in flight, nothing after a run of this request was
     canceled or its engine refused every request, and no batch a fourth time: three failed runs, each with its retries
-    after lost workers, are an answer.
+    after lost workers, are an answer. Of a repair, no run that is not full while an earlier one is queued: it would be
+    queued as well, and may be filled meanwhile.
     """
     own = [run for run in runs if run.request == request]
     if not wanted:
@@ -58,6 +63,8 @@ def plan_launch(
     left = worth_trying(wanted, own)
     most = room - len(busy)
     ranges = pack(keys(), left, busy, batches_per_run=batches_per_run, most=most) if left and most > 0 else []
+    if repair and any(run.queued for run in own):
+        ranges = [found for found in ranges if sum(key in found for key in left) >= batches_per_run]
     if not left:
         return Launch([], f"{len(wanted)} batches failed {ATTEMPTS} times: see their runs", "blocked")
     return Launch(ranges, f"{len(wanted)} batches wanted, {len(busy)} runs under way")

@@ -16,7 +16,7 @@ import dagster as dg
 
 from batch_assets import settings
 from batch_assets.catalog import ledger
-from batch_assets.catalog.backfills import UNFINISHED, last_done_at, open_backfills
+from batch_assets.catalog.backfills import UNFINISHED, last_done_at, open_backfills, range_of
 from batch_assets.catalog.catalog_reader import BatchReport, Catalog, current_reports
 from batch_assets.catalog.ledger import will_be_retried
 from batch_assets.catalog.progress import Figures, eta_seconds, figures, recent_rate
@@ -31,10 +31,7 @@ from batch_assets.orchestration.store_check import listed_differences
 from batch_assets.publishing.published_table import PublishedTable, published_table, table_versions
 from batch_assets.snapshot.left_out import rejects_path
 from batch_assets.tags import (
-    PARTITION_TAG,
     PUBLISH_VOID_TAG,
-    RANGE_END_TAG,
-    RANGE_START_TAG,
     REFRESH_TAG,
     RETRY_RUN_TAG,
 )
@@ -427,8 +424,9 @@ def _line(record: dg.RunRecord, beat: RunBeat | None, now: float) -> RunLine:
 
 
 def _what(run: dg.DagsterRun) -> str:
-    first = run.tags.get(RANGE_START_TAG) or run.tags.get(PARTITION_TAG)
-    if first is not None:
-        return f"batches {first}-{run.tags.get(RANGE_END_TAG, first)}"
+    keys = range_of(run)
+    if keys is not None:
+        some = "" if keys.only is None else f"{len(keys.only)} of "
+        return f"{some}batches {keys.first}-{keys.last}"
     assets = sorted(key.path[-1] for key in run.asset_selection or ())
     return ", ".join(assets) if assets else run.job_name

@@ -35,7 +35,7 @@ from batch_assets.tags import (
 )
 from gpu_runner.fleet_database.targets import DatasetTarget
 from resources.fleet.resource import FleetConfigError, GpuFleet
-from resources.store.dataset_store import BatchStore
+from resources.store.dataset_store import BatchEntry, BatchStore
 
 SPARE_RUNS = 3
 UNPLANNED_INSTANCES = 8  # until the capacity sensor has planned
@@ -43,6 +43,7 @@ COPIED_TAGS = (ENDPOINT_TAG, SIMULATE_TAG, ROWS_TAG, *OPTION_TAGS, *LIMIT_TAGS) 
 _NOT_ASKED = "{} batches are missing, but nobody asked for this snapshot: start {}_refresh to generate them"
 NO_SIZES = WorkerSizes()
 Targeted = Callable[[str], DatasetTarget | None]  # what the fleet's database says of a dataset
+CatalogEntry = tuple[int, ledger.LedgerVersion]  # storage id of a batch's newest event, and what it says
 
 
 def launcher_sensor(
@@ -118,8 +119,8 @@ def _look(
         return TickOutcome("nothing was requested")
     data = store.for_sensor(spec.name)
     snapshot, entries = cache.entries(data)
-    versions = ledger.ledger_versions(instance, spec.name)
-    missing = [entry for entry in entries if not ledger.is_current(versions.get(entry.key), entry)]
+    known = ledger.ledger_entries(instance, spec.name)
+    missing = [entry for entry in entries if not _has(known, entry)]
     looks: list[TickOutcome] = []
     if refresh is not None:
         own = {entry.key for entry in wanted_entries(entries, refresh.asked_by.tags)}
@@ -127,7 +128,8 @@ def _look(
         if wanted and not _asked(instance, refresh, snapshot):
             looks.append(TickOutcome(_NOT_ASKED.format(len(wanted), spec.name), "blocked"))
         else:
-            looks.append(_launch(instance, spec, fleet, target, refresh, wanted, {}))
+            repair = _lost_since(instance, spec.name, [known.get(key) for key in wanted])
+            looks.append(_launch(instance, spec, fleet, target, refresh, wanted, {}, repair=repair))
     if redrive is not None and not missing:
         error = redrive.asked_by.tags.get(REDRIVE_ERROR_TAG, "")
         dead = dead_batches(data, error)
@@ -151,6 +153,20 @@ def _look(
     )
 
 
+def _has(known: Mapping[str, CatalogEntry], entry: BatchEntry) -> bool:
+    found = known.get(entry.key)
+    return ledger.is_current(None if found is None else found[1], entry)
+
+
+def _lost_since(instance: dg.DagsterInstance, dataset: str, wanted: Sequence[CatalogEntry | None]) -> bool:
+    """Whether all that is wanted was lost after the dataset was asked for last: a repair (`launch_plan`)."""
+    lost = [found[0] for found in wanted if found is not None and found[1].void]
+    if not lost or len(lost) < len(wanted):
+        return False
+    asked = instance.fetch_materializations(ledger.prompts_key(dataset), limit=1).records
+    return not asked or min(lost) > asked[0].storage_id
+
+
 def _asked(instance: dg.DagsterInstance, request: Request, snapshot: str | None) -> bool:
     """A request is for one snapshot: making `prompts` anew by hand spends nothing, a re-drive is no standing order."""
     return snapshot_asked(instance, request.asked_by) in (None, snapshot)
@@ -164,8 +180,10 @@ def _launch(
     request: Request,
     wanted: Sequence[str],
     config: Mapping[str, bool | str],
+    *,
+    repair: bool = False,
 ) -> TickOutcome:
-    """Run requests for the wanted batches of one request, and the reason in words."""
+    """Run requests for the wanted batches of one request, and the reason in words. `repair`: see `launch_plan`."""
     asked_by, runs = request.asked_by, request.runs
     if not wanted:
         return TickOutcome("nothing is missing")
@@ -181,14 +199,16 @@ def _launch(
         known.extend(instance.get_dynamic_partitions(spec.name))
         return known
 
+    at_once = None if repair else _at_once(spec, asked_by, target, fleet)
     launch = plan_launch(
         asked_by.run_id,
         keys,
         dict.fromkeys(wanted),
         runs,
         backfill_open=request.backfill_open,
-        batches_per_run=run_size(spec.batches_per_run, len(wanted), _at_once(spec, asked_by, target, fleet)),
+        batches_per_run=run_size(spec.batches_per_run, len(wanted), at_once),
         room=(1 if target is None else target.instances) + SPARE_RUNS,
+        repair=repair,
     )
     own = sum(run.request == asked_by.run_id for run in runs)
     requests = [
@@ -201,13 +221,14 @@ def _launch(
 def _run_request(
     dataset: str, asked_by: dg.DagsterRun, keys: KeyRange, number: int, config: Mapping[str, bool | str]
 ) -> dg.RunRequest:
-    """A run over a range. Its key holds the run id of the request, so that no two datasets share one."""
+    """A run over a range, or some batches of it. Its key has the run id of the request: no two datasets share one."""
     copied = {key: asked_by.tags[key] for key in COPIED_TAGS if key in asked_by.tags}
     op = ledger.rows_key(dataset).to_python_identifier()
+    config = {**config, **({} if keys.only is None else {"only": " ".join(sorted(keys.only))})}
     return dg.RunRequest(
         run_key=f"{asked_by.run_id}:{keys.first}:{keys.last}:{number}",
         asset_selection=[ledger.rows_key(dataset)],
-        run_config={"ops": {op: {"config": dict(config)}}} if config else {},
+        run_config={"ops": {op: {"config": config}}} if config else {},
         tags={
             REQUEST_TAG: asked_by.run_id,
             RANGE_START_TAG: keys.first,

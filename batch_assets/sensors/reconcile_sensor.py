@@ -3,13 +3,13 @@
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import dagster as dg
 
 from batch_assets.catalog import ledger
-from batch_assets.orchestration.reconcile import Reconciler, heal, too_many
+from batch_assets.orchestration.reconcile import Findings, Reconciler, heal, too_many
 from batch_assets.sensors.instance import instance_of
 from resources.objects.opening import CorruptObject, StoreError
 from resources.objects.store_health import is_store_trouble
@@ -17,6 +17,7 @@ from resources.store.dataset_store import BatchStore, DatasetStore
 
 SECONDS = 60
 TICK_SECONDS = 5.0  # after which no further slice is begun
+LOSS_SECONDS = 30.0  # the same where a loss was found; a sensor has 60 s (DAGSTER_SENSOR_GRPC_TIMEOUT_SECONDS)
 
 
 def reconcile_sensor(datasets: Callable[[], Mapping[str, Any]], store: BatchStore) -> dg.SensorDefinition:
@@ -40,10 +41,10 @@ def reconcile_sensor(datasets: Callable[[], Mapping[str, Any]], store: BatchStor
             name = names[(place[0] + step) % len(names)]
             reconciler = known.setdefault(name, Reconciler(instance, store.for_sensor(name)))
             reconciler.instance, reconciler.store = instance, store.for_sensor(name)  # new ones at each tick
-            walk = _Walk(reconciler, place[1] if step == 0 else 0, began + TICK_SECONDS, context.log)
+            walk = _Walk(reconciler, place[1] if step == 0 else 0, began, context.log)
             walk.go(newest.get(name))
             said, looked = said + walk.said, looked + walk.looked
-            if walk.unfinished or time.monotonic() >= walk.until:
+            if walk.unfinished or time.monotonic() >= began + TICK_SECONDS:
                 after = name if walk.unfinished else names[(place[0] + step + 1) % len(names)]
                 context.update_cursor(f"{after}:{walk.number if walk.unfinished else 0}")
                 break
@@ -58,18 +59,20 @@ def reconcile_sensor(datasets: Callable[[], Mapping[str, Any]], store: BatchStor
 
 @dataclass(slots=True)
 class _Walk:
-    """Through the slices of one dataset, as far as the time goes (`until`, monotonic seconds)."""
+    """Through the slices of one dataset, from `number` on, as far as the time goes. `began`: monotonic seconds.
+
+    Where something is lost, the walk takes longer and comes round to the slices before the one that it began with. All
+    losses are then written down together, so that the launcher packs them into few runs.
+    """
 
     reconciler: Reconciler
     number: int
-    until: float
+    began: float
     log: logging.Logger
     said: list[str] = field(default_factory=list)
     looked: int = 0
-
-    @property
-    def unfinished(self) -> bool:
-        return 0 < self.number < self.reconciler.slices()
+    unfinished: bool = False
+    _lost: Findings = field(default_factory=Findings)
 
     def go(self, newest: int | None) -> None:
         """Look and heal. An error is of this dataset: it is said, and looked at again at the next tick."""
@@ -77,29 +80,50 @@ class _Walk:
         try:
             if self.number == 0 and self.reconciler.unchanged(newest):
                 return
-            while True:
-                self._look(newest)
-                if not self.unfinished or time.monotonic() >= self.until:
-                    return
+            try:
+                self._look_round(newest)
+            finally:
+                self._write_losses()
         except Exception as error:
             known = isinstance(error, CorruptObject) or is_store_trouble(error)
             if not known:
                 self.log.exception(f"{store.dataset}: the comparison ended early")
             self.said.append(f"{store.dataset}: {_words(store, error)}")
-            self.number = 0
+            self.unfinished = False
+
+    def _look_round(self, newest: int | None) -> None:
+        first, came_round = self.number, False
+        while True:
+            self._look(newest)
+            if self.number >= self.reconciler.slices() and self._lost.lost and first and not came_round:
+                self.number, came_round = 0, True
+            end = min(first, self.reconciler.slices()) if came_round else self.reconciler.slices()
+            self.unfinished = self.number < end
+            seconds = LOSS_SECONDS if self._lost.lost else TICK_SECONDS
+            if not self.unfinished or time.monotonic() >= self.began + seconds:
+                return
 
     def _look(self, newest: int | None) -> None:
         reconciler, store = self.reconciler, self.reconciler.store
         found = reconciler.look(self.number) if self.number else reconciler.look_once(newest)
         self.number, self.looked = self.number + 1, self.looked + 1
         self.said += [f"{store.dataset}: {problem}" for problem in found.problems]
-        if too_many(found, reconciler.batches):
+        self._lost = Findings(found.snapshot, self._lost.lost + found.lost)
+        self.said += heal(reconciler.instance, store, replace(found, lost=[]))
+
+    def _write_losses(self) -> None:
+        reconciler, store = self.reconciler, self.reconciler.store
+        if not self._lost.lost:
+            return
+        said = ledger.ledger_versions(reconciler.instance, store.dataset)  # a batch may have been made anew meanwhile
+        lost = [one for one in self._lost.lost if said.get(one.key) == one.version]
+        if too_many(replace(self._lost, lost=lost), reconciler.batches):
             self.said.append(
-                f"{store.dataset}: {len(found.lost)} batches are gone from {store.objects.root} at once: is it "
-                f"mounted? `batch-assets run {store.dataset}` generates them again"
+                f"{store.dataset}: {len(lost)} batches are gone from {store.objects.root} at once: is it mounted? "
+                f"`batch-assets run {store.dataset}` generates them again"
             )
         else:
-            self.said += heal(reconciler.instance, store, found)
+            self.said += heal(reconciler.instance, store, replace(self._lost, lost=lost))
 
 
 def _words(store: DatasetStore, error: Exception) -> str:

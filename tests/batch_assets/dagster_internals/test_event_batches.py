@@ -126,6 +126,24 @@ def test_a_run_plans_and_makes_its_partitions_with_few_statements(
     assert seen.count("asset_event_tags") == 1
 
 
+def test_of_a_run_for_some_partitions_of_its_range_only_those_are_planned(instance: dg.DagsterInstance):
+    class Config(dg.Config):
+        only: str = ""
+
+    @dg.asset(
+        key=ROWS, partitions_def=PARTITIONS, backfill_policy=dg.BackfillPolicy.single_run(), output_required=False
+    )
+    def rows(config: Config) -> Iterator[None]:
+        yield from ()
+
+    write_together(instance)
+    tags = {"dagster/asset_partition_range_start": KEYS[0], "dagster/asset_partition_range_end": KEYS[1200]}
+    some = {"ops": {"d__rows": {"config": {"only": f"{KEYS[0]} {KEYS[700]} {KEYS[1200]}"}}}}
+    assert dg.materialize([rows], instance=instance, tags=tags, run_config=some).success
+    planned = written(instance, dg.DagsterEventType.ASSET_MATERIALIZATION_PLANNED)
+    assert sorted(planned, key=str) == [KEYS[0], KEYS[700], KEYS[1200]]
+
+
 @pytest.mark.slow
 def test_stock_dagster_does_what_is_leant_on(instance: dg.DagsterInstance):
     """Its buffer calls `store_event_batch` of the storage, which it looks up each time."""

@@ -16,7 +16,7 @@ from support.simulated_engine import SimulatedEngine, simulated_engine
 
 import batch_assets.orchestration.assets
 from batch_assets.catalog import ledger
-from batch_assets.catalog.backfills import range_runs
+from batch_assets.catalog.backfills import range_of, range_runs
 from batch_assets.generation import progress_report
 from batch_assets.generation.op import LedgerEntries
 from batch_assets.tags import ENDPOINT_TAG, RANGE_END_TAG, RANGE_START_TAG, REQUEST_TAG
@@ -96,6 +96,18 @@ def test_committed_batches_are_reported_again_and_cost_nothing(site: DatasetProj
     assert {key: tags["dagster/data_version"] for key, tags, _ in again} == first
     assert site.fleet_db.history(site.instance.get_runs(limit=1)[0].run_id) == []
     assert all(len(objects) == 1 for objects in site.store.objects_by_batch().values())
+
+
+def test_a_run_for_some_batches_of_its_range_leaves_the_others_alone(site: DatasetProject, engine: SimulatedEngine):
+    allow(site.folder, engine.url, None)
+    tags = {RANGE_START_TAG: "00000", RANGE_END_TAG: "00005", ENDPOINT_TAG: engine.url}
+    some = {"ops": {"d__rows": {"config": {"only": "00001 00004"}}}}
+    assert site.materialize("rows", tags=tags, run_config=some).success
+    assert sorted(key for key, _, _ in site.events()) == ["00001", "00004"]
+    assert sorted(key for key, objects in site.store.objects_by_batch().items() if objects) == ["00001", "00004"]
+    (run,) = site.instance.get_runs(dg.RunsFilter(tags={RANGE_START_TAG: "00000"}))
+    keys = range_of(run)
+    assert keys is not None and "00004" in keys and "00005" not in keys
 
 
 @pytest.mark.slow

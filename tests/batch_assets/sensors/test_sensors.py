@@ -36,6 +36,7 @@ from batch_assets.catalog.publications import PUBLISH_ATTEMPTS
 from batch_assets.catalog.ranges import KeyRange
 from batch_assets.generation.op import ENDPOINT_TAG
 from batch_assets.publishing.dead_letters import dead_letters
+from batch_assets.request_status.dataset_status import Observer, dataset_status
 from batch_assets.sensors.launcher_sensor import SPARE_RUNS
 from batch_assets.sensors.liveness_sensor import lost_workers
 from batch_assets.tags import (
@@ -92,6 +93,8 @@ def test_only_what_is_missing_is_started_and_sparse_gaps_share_a_run(site: Senso
     site.request()
     site.commit(*(key for key in KEYS if key not in ("00002", "00005", "00009", "00011")))
     assert site.ranges() == [("00002", "00011")]
+    (found,) = site.launches()
+    assert found.run_config == {"ops": {"d__rows": {"config": {"only": "00002 00005 00009 00011"}}}}
     site.commit("00002", "00005", "00009", "00011")
     assert site.reason().endswith("nothing is missing")
 
@@ -261,7 +264,7 @@ def test_a_redrive_starts_runs_over_batches_with_dead_letters_once_nothing_is_mi
     (found,) = site.launches()
     assert (found.tags[RANGE_START_TAG], found.tags[RANGE_END_TAG]) == ("00001", "00004")
     assert found.tags[REQUEST_TAG] == request
-    assert found.run_config == {"ops": {"d__rows": {"config": {"redrive": True}}}}
+    assert found.run_config == {"ops": {"d__rows": {"config": {"redrive": True, "only": "00001 00004"}}}}
 
 
 def test_a_redrive_tries_each_batch_once(site: SensorDataset):
@@ -284,7 +287,8 @@ def test_a_redrive_of_one_error_starts_runs_over_batches_with_such_dead_letters_
     assert site.launches() == []
     site.run(S.SUCCESS, {REDRIVE_TAG: "d", REDRIVE_ERROR_TAG: error}, job_name="d_redrive")
     (found,) = site.launches()
-    assert found.run_config == {"ops": {"d__rows": {"config": {"redrive": True, "redrive_error": error}}}}
+    asked = {"redrive": True, "redrive_error": error, "only": "00001 00004"}
+    assert found.run_config == {"ops": {"d__rows": {"config": asked}}}
 
 
 # publisher
@@ -592,6 +596,15 @@ def test_a_run_is_unfinished_until_dagster_has_said_whether_it_is_retried(
         assert outcomes() == ["failed"]
         tag(site.instance, run_id, {WILL_RETRY_TAG: "true"})
         assert outcomes() == ["unfinished"]
+
+
+def test_status_says_how_many_batches_of_its_range_a_run_is_for(site: SensorDataset):
+    tags = {RANGE_START_TAG: "00001", RANGE_END_TAG: "00009"}
+    some = {"ops": {"d__rows": {"config": {"only": "00001 00009"}}}}
+    site.run(S.STARTED, tags, job_name="__ASSET_JOB", asset_selection=frozenset([ROWS]), run_config=some)
+    site.batches(S.STARTED, "00002", "00003")
+    seen = dataset_status(Observer(site.instance, site.fleet_db, site.store), time.time())
+    assert [run.what for run in seen.runs] == ["2 of batches 00001-00009", "batches 00002-00003"]
 
 
 # speed
