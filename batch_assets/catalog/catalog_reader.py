@@ -7,7 +7,7 @@ it is (0.4 s), and an event that looks different is left to Dagster's reader.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import dagster as dg
@@ -15,64 +15,55 @@ import orjson
 import sqlalchemy as sa
 
 from batch_assets.catalog import ledger
+from batch_assets.catalog.kept_reports import LEAST, BatchReport, KeptReports
 from batch_assets.dagster_internals import SqlEventLogStorage, SqlEventLogStorageTable
 from batch_assets.tags import DATA_VERSION_TAG
 from gpu_runner.rows import is_simulated
 from resources.store.dataset_store import BatchEntry
 
+__all__ = ["BatchReport", "Catalog", "current_reports"]
 _CHUNK = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class BatchReport:
-    """The newest ledger entry of a batch.
+class Catalog:
+    """The newest entry of every batch of one dataset. Asking again reads only what is new.
 
-    `author` is the run that wrote the object; `reporter` the run that logged this entry, which for a batch that was
-    committed before is another one. `reused`: rows with the outcome of an earlier object. `reported_at`: Unix seconds.
-    `simulated`: its rows are an engine simulator's; None where there are none. `where`: which rows of a batch that is
-    to be made anew are asked again; "": all.
+    `kept`: a file that keeps what was read for the next process, where the instance remembers entries.
     """
 
-    version: ledger.LedgerVersion
-    path: str | None
-    rows: int
-    ok: int
-    dead: int
-    reused: int
-    prompt_tokens: int
-    completion_tokens: int
-    author: str | None
-    reporter: str
-    reported_at: float
-    bytes: int | None = None
-    sha256: str | None = None
-    simulated: bool | None = None
-    model: str = ""
-    where: str = ""
-
-    @property
-    def fresh(self) -> bool:
-        """True when the run that logged the entry generated the batch."""
-        return self.author == self.reporter
-
-
-class Catalog:
-    """The newest entry of every batch of one dataset. Asking again reads only what is new."""
-
-    def __init__(self, instance: dg.DagsterInstance, dataset: str) -> None:
-        self._instance = instance
+    def __init__(self, instance: dg.DagsterInstance, dataset: str, kept: Path | None = None) -> None:
+        self._instance, self._kept = instance, kept
         self._dataset, self._key = dataset, ledger.rows_key(dataset)
-        self._read: dict[int, BatchReport] = {}
+        self._read: dict[int, BatchReport] | None = None
 
     def reports(self) -> dict[str, BatchReport]:
         """Batch key to newest entry, as of now."""
+        read = self._take_up() if self._read is None else self._read
         entries = ledger.ledger_entries(self._instance, self._dataset)
         newest = {key: number for key, (number, _) in entries.items()}
-        unread = sorted(set(newest.values()) - self._read.keys())
-        fresh = {number: self._read[number] for number in newest.values() if number in self._read}
+        unread = sorted(set(newest.values()) - read.keys())
+        fresh = {number: read[number] for number in newest.values() if number in read}
         fresh |= self.fetch(unread)
         self._read = fresh
+        if len(unread) >= LEAST:
+            self._keep(fresh)
         return {key: fresh[number] for key, number in newest.items() if number in fresh}
+
+    def _take_up(self) -> dict[int, BatchReport]:
+        remembered = ledger.remembered_entries(self._instance, self._dataset)
+        kept = None if self._kept is None or remembered is None else KeptReports.load(self._kept)
+        if kept is None or remembered is None or not remembered.take_up(self._instance, kept.past, kept.entries):
+            return {}
+        return dict(kept.reports)
+
+    def _keep(self, reports: Mapping[int, BatchReport]) -> None:
+        remembered = ledger.remembered_entries(self._instance, self._dataset)
+        if self._kept is None or remembered is None:
+            return
+        past, entries = remembered.settled(self._instance)
+        same = all(number in reports and reports[number].version == said for number, said in entries.values())
+        if past is not None and same:
+            KeptReports(past, entries, reports).save(self._kept)
 
     def fetch(self, numbers: Sequence[int]) -> dict[int, BatchReport]:
         """Entries by their storage ids."""
@@ -121,14 +112,17 @@ def _stored_reports(instance: dg.DagsterInstance, numbers: Sequence[int]) -> Ite
             entry = orjson.loads(text)
             event = entry["dagster_event"]["event_specific_data"]["materialization"]
             values = {item["label"]: _value(item["entry_data"]) for item in event["metadata_entries"]}
-            report = _report(values, event["tags"], entry["run_id"], entry["timestamp"])
+            report = _report(values, event["tags"] or {}, entry["run_id"], entry["timestamp"])
         except (KeyError, TypeError, ValueError):
             continue
         yield number, report
 
 
 def _value(data: Mapping[str, Any]) -> Any:
-    return next((data[name] for name in ("value", "text", "run_id", "path") if name in data), None)
+    for name in ("value", "text", "run_id", "path"):
+        if name in data:
+            return data[name]
+    return None
 
 
 def _report(values: Mapping[str, Any], tags: Mapping[str, str], reporter: str, reported_at: float) -> BatchReport:

@@ -379,10 +379,15 @@ def ledger_entries(instance: dg.DagsterInstance, dataset: str) -> dict[str, tupl
     Anybody may report a materialization of a batch, in the UI or by HTTP. It says nothing of the store, so it is
     passed over: the entry before it counts.
     """
+    remembered = remembered_entries(instance, dataset)
+    return _all_entries(instance, dataset) if remembered is None else remembered.read(instance)
+
+
+def remembered_entries(instance: dg.DagsterInstance, dataset: str) -> RememberedEntries | None:
+    """What this instance remembers of a dataset; None where it does not remember."""
     with _LOCK:
         kept = _REMEMBERED.get(instance)
-        remembered = None if kept is None else kept.setdefault(dataset, RememberedEntries(dataset))
-    return _all_entries(instance, dataset) if remembered is None else remembered.read(instance)
+        return None if kept is None else kept.setdefault(dataset, RememberedEntries(dataset))
 
 
 def remember_entries(instance: dg.DagsterInstance) -> None:
@@ -392,6 +397,18 @@ def remember_entries(instance: dg.DagsterInstance) -> None:
     """
     with _LOCK:
         _REMEMBERED.setdefault(instance, {})
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """The events up to the mark, as a file keeps them: their number, the sum of their ids, when the mark was written,
+    and when the asset was wiped."""
+
+    mark: int
+    events: int
+    ids: int
+    last: str
+    wiped: str
 
 
 class RememberedEntries:
@@ -424,6 +441,33 @@ class RememberedEntries:
             entries = self._entries | _newest_of(new)
             self._move_mark(found.newest, new)
             return entries
+
+    def take_up(
+        self, instance: dg.DagsterInstance, past: Past, entries: Mapping[str, tuple[int, LedgerVersion]]
+    ) -> bool:
+        """Remember what another process had read, if these are the events up to its mark; False otherwise."""
+        storage = instance.event_log_storage
+        if not isinstance(storage, SqlEventLogStorage):
+            return False
+        with self._lock:
+            found = self._look(storage, past.mark)
+            if found.past(past.mark) != past:
+                return False
+            self._mark, self._state, self._entries = past.mark, found, dict(entries)
+            self._looks.clear()
+            return True
+
+    def settled(self, instance: dg.DagsterInstance) -> tuple[Past | None, dict[str, tuple[int, LedgerVersion]]]:
+        """The past up to the newest event, for `take_up`, and its entries. None: it changed while it was read."""
+        storage = instance.event_log_storage
+        if not isinstance(storage, SqlEventLogStorage):
+            return None, {}
+        with self._lock:
+            newest = self._look(storage, self._mark).newest
+            past = self._look(storage, newest).past(newest)  # before the events: one that appears late is none of them
+            entries = self._entries | _newest_of(self._events(storage, self._mark, newest))
+            same = self._look(storage, self._mark) == self._state
+            return past if same else None, entries
 
     def _move_mark(self, newest: int, new: Sequence[_Event]) -> None:
         now, mark = self._clock(), self._mark
@@ -482,6 +526,10 @@ class _Marked:
     ids: int = 0
     last: object = None
     wiped: object = None
+
+    def past(self, mark: int) -> Past:
+        """The same for a file."""
+        return Past(mark, self.events, self.ids, str(self.last), str(self.wiped))
 
 
 @dataclass(frozen=True, slots=True)

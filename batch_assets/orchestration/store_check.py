@@ -49,15 +49,15 @@ def batch_problems(
     store: DatasetStore, entries: Sequence[BatchEntry], current: Mapping[str, BatchReport]
 ) -> Iterator[Difference]:
     """Batches whose object, of the generation that the catalog names, is gone or of another size."""
-    infos = object_infos(store, entries)
+    sizes = store.batch_sizes(entries[0].key, entries[-1].key) if entries else {}
     for key, report in current.items():
-        batch = BatchObject(key, report.version.data_version, report.version.generation)
-        info = infos.get(batch)
-        if info is None:
-            yield Difference("void_catalog_entry", key, store.batch_path(batch), "none", store.mended_by_run)
-        elif report.bytes not in (None, info.size):
-            wanted = f"{store.batch_path(batch)} of {report.bytes} bytes"
-            yield Difference("corrupt_object", key, wanted, f"{info.size} bytes", store.mended_by_run)
+        path = store.batch_path(BatchObject(key, report.version.data_version, report.version.generation))
+        size = sizes.get(path)
+        if size is None:
+            yield Difference("void_catalog_entry", key, path, "none", store.mended_by_run)
+        elif report.bytes not in (None, size):
+            wanted = f"{path} of {report.bytes} bytes"
+            yield Difference("corrupt_object", key, wanted, f"{size} bytes", store.mended_by_run)
 
 
 def object_infos(store: DatasetStore, entries: Sequence[BatchEntry]) -> dict[BatchObject, ObjectInfo]:

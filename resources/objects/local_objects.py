@@ -10,6 +10,7 @@ import os
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -143,27 +144,36 @@ class LocalObjects:
     def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
         folder, found = self._file(prefix), False
         if folder.is_dir():
-            for info in self._walk(folder, prefix.rstrip("/") + "/" if prefix else "", start_after):
+            for info in self._walk(str(folder), prefix.rstrip("/") + "/" if prefix else "", start_after):
                 found = True
                 yield info
         if not found:
             self._check_there()
 
-    def _walk(self, folder: Path, prefix: str, start_after: str) -> Iterator[ObjectInfo]:
+    def _walk(self, folder: str, prefix: str, start_after: str) -> Iterator[ObjectInfo]:
         try:
             with os.scandir(folder) as scan:
-                entries = sorted(scan, key=lambda entry: entry.name + "/" if entry.is_dir() else entry.name)
+                after = start_after[len(prefix) :].partition("/")[0] if start_after.startswith(prefix) else ""
+                entries = [
+                    (entry.name + "/" if entry.is_dir() else entry.name, entry)
+                    for entry in scan
+                    if entry.name >= after or after.startswith(entry.name)
+                ]
         except FileNotFoundError:  # emptied and removed while we listed
             return
-        for entry in entries:
-            path = prefix + entry.name
-            if entry.is_dir():
-                if path + "/" > start_after or start_after.startswith(path + "/"):
-                    yield from self._walk(Path(entry.path), path + "/", start_after)
-            elif path > start_after and not entry.name.startswith((_TEMPORARY, MARKER)):
-                with contextlib.suppress(FileNotFoundError):
+        if len(entries) > 1:
+            entries.sort(key=itemgetter(0))
+        for name, entry in entries:
+            path = prefix + name
+            if name.endswith("/"):
+                if path > start_after or start_after.startswith(path):
+                    yield from self._walk(entry.path, path, start_after)
+            elif path > start_after and not name.startswith((_TEMPORARY, MARKER)):
+                try:
                     found = entry.stat()
-                    yield _described(path, found)
+                except FileNotFoundError:
+                    continue
+                yield _described(path, found)
 
     def delete_many(self, paths: Sequence[str]) -> None:
         self.delete(paths)
