@@ -183,7 +183,9 @@ def _launch(
     *,
     repair: bool = False,
 ) -> TickOutcome:
-    """Run requests for the wanted batches of one request, and the reason in words. `repair`: see `launch_plan`."""
+    """Run requests for the wanted batches of one request, and the reason in words. `repair`: see `launch_plan`; with a
+    deadline ahead it is work like other work.
+    """
     asked_by, runs = request.asked_by, request.runs
     if not wanted:
         return TickOutcome("nothing is missing")
@@ -193,6 +195,7 @@ def _launch(
         tried = [run.keys for run in runs if run.request == asked_by.run_id and run.outcome == "succeeded"]
         wanted = [key for key in wanted if not any(key in keys for keys in tried)]
     target = targeted(spec.name)
+    repair = repair and (target is None or target.deadline_at is None)
     known: list[str] = []
 
     def keys() -> Sequence[str]:

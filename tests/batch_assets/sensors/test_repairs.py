@@ -130,6 +130,20 @@ def test_rows_that_were_lost_before_the_request_are_wanted_now_and_every_engine_
     assert first.split() == LOST[: len(LOST) // 8]
 
 
+def test_with_a_deadline_ahead_what_was_lost_is_shared_out_to_all_engines(site: SensorDataset):
+    kept = sensors(site)
+    for _ in range(BATCHES // SLICE):
+        site.tick("reconcile", kept)
+    lose(site, LOST)
+    site.tick("reconcile", kept)
+    site.fleet_db.begin_request("d", "the request", deadline_at=site.fleet_db.now() + 3600)
+    site.fleet_db.set_instances("d", 4)
+    asked = site.tick("launcher", kept).run_requests or ()
+    assert len(asked) == 4 + SPARE_RUNS
+    first = str(asked[0].run_config["ops"]["d__rows"]["config"]["only"])
+    assert first.split() == LOST[: len(LOST) // 8]
+
+
 @pytest.mark.parametrize(("seconds", "found"), [(FOREVER, 2), (0.0, 1)])
 def test_a_tick_that_finds_a_loss_looks_at_all_slices_before_it_is_written_down_while_there_is_time(
     site: SensorDataset, monkeypatch: pytest.MonkeyPatch, seconds: float, found: int
