@@ -31,12 +31,15 @@ from gpu_runner.client.engine_client import (
     Transient,
 )
 from gpu_runner.client.structured_outputs import output_check
+from gpu_runner.inference.windows.rate_limit import RateLimit
 from gpu_runner.offers.speed import LengthMix
 from gpu_runner.offers.workload import Assumption, Subject, Workload
+from gpu_runner.request_limits import NO_LIMITS, RequestLimits
 from gpu_runner.rows import Generation, Turn, WrittenUser, next_request
 from resources.fleet.fleet_config import EngineConfig
 
 REQUEST_SECONDS = 300.0
+UNBOUNDED = 1_000_000  # requests at once
 CHECKED_ROWS = 10_000  # of the source, before `where`
 MORE_REFUSED = 20
 
@@ -135,13 +138,14 @@ def ask_rows(
     api_key: str | None,
     tls: TlsFiles | None = None,
     user: EngineConfig | None = None,
+    limits: RequestLimits = NO_LIMITS,
 ) -> tuple[list[PreviewRow], float]:
-    """The rows with their answers, all asked at once, and the seconds until the last one. `user`: the engine of the
-    model that plays the user, where that is another one.
+    """The rows with their answers, all asked at once as far as `limits` let, and the seconds until the last one.
+    `user`: the engine of the model that plays the user, where that is another one, with its own limits.
 
     Raises EngineRefused and EngineLost when an engine does not serve its model.
     """
-    return asyncio.run(_ask_rows(rows, generation, endpoint, api_key, tls, user))
+    return asyncio.run(_ask_rows(rows, generation, endpoint, api_key, tls, user, limits))
 
 
 async def _ask_rows(
@@ -151,26 +155,57 @@ async def _ask_rows(
     api_key: str | None,
     tls: TlsFiles | None,
     user: EngineConfig | None,
+    limits: RequestLimits,
 ) -> tuple[list[PreviewRow], float]:
-    limits = TimeOuts(request=REQUEST_SECONDS)
     written = generation.of_user_elsewhere if user is not None else None
     answering = generation if written is None else generation.without_user
     async with contextlib.AsyncExitStack() as stack:
-        opened = EngineClient(endpoint, answering, api_key=api_key, time_outs=limits, tls=tls)
-        client = writer = await stack.enter_async_context(opened)
-        await client.info()
+        opened = EngineClient(endpoint, answering, api_key=api_key, time_outs=_time_outs(limits), tls=tls)
+        client = writer = _BoundedEngine(await stack.enter_async_context(opened), limits)
+        await client.engine.info()
         if user is not None and written is not None:
-            key, files = user.api_key, user.tls_files
-            opened = EngineClient(user.url or "", written, api_key=key, time_outs=limits, tls=files)
-            writer = await stack.enter_async_context(opened)
-            await writer.info()
+            key, files, times = user.api_key, user.tls_files, _time_outs(user.limits)
+            opened = EngineClient(user.url or "", written, api_key=key, time_outs=times, tls=files)
+            writer = _BoundedEngine(await stack.enter_async_context(opened), user.limits)
+            try:
+                await writer.engine.info()
+            except EngineError as error:
+                raise EngineRefused(f"prompt.user_model, engine {user.name}: {error}") from error
         began = time.monotonic()
         asked = await asyncio.gather(*(_ask(client, writer, generation, row) for row in rows))
         seconds = time.monotonic() - began
     return list(asked), seconds
 
 
-async def _ask(client: EngineClient, writer: EngineClient, generation: Generation, row: PreviewRow) -> PreviewRow:
+def _time_outs(limits: RequestLimits) -> TimeOuts:
+    return TimeOuts(request=REQUEST_SECONDS if limits.timeout is None else limits.timeout)
+
+
+class _BoundedEngine:
+    """An engine that is asked no more than its limits let: requests at once, requests and tokens of a minute."""
+
+    def __init__(self, engine: EngineClient, limits: RequestLimits) -> None:
+        self.engine = engine
+        self._rate = RateLimit(limits, engine.generation.most_tokens)
+        self._slots = asyncio.Semaphore(limits.concurrency or UNBOUNDED)
+
+    async def generate(self, prompt: bytes, *, fields: bytes, free: bool, user: bool) -> Completion:
+        """As EngineClient.generate, once it may be sent."""
+        async with self._slots:
+            while (seconds := self._rate.wait(time.monotonic())) > 0:  # noqa: ASYNC110 - others may be first
+                await asyncio.sleep(seconds)
+            request = object()
+            self._rate.on_sent(request, len(prompt), time.monotonic())
+            try:
+                found = await self.engine.generate(prompt, fields=fields, free=free, user=user)
+            except BaseException:
+                self._rate.on_end(request)
+                raise
+            self._rate.on_answer(request, found.prompt_tokens, found.completion_tokens, time.monotonic())
+            return found
+
+
+async def _ask(client: _BoundedEngine, writer: _BoundedEngine, generation: Generation, row: PreviewRow) -> PreviewRow:
     """The row with its answer; a conversation with those before the last one in its prompt."""
     began, prompt_tokens, completion_tokens = time.monotonic(), 0, 0
     user: WrittenUser | None = None
@@ -203,7 +238,7 @@ async def _ask(client: EngineClient, writer: EngineClient, generation: Generatio
 
 
 async def _answer(
-    client: EngineClient,
+    client: _BoundedEngine,
     generation: Generation,
     row: PreviewRow,
     began: float,

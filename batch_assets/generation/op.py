@@ -378,9 +378,26 @@ def _requirement(
 
 
 def _user_engine(spec: GeneratedDatasetSpec, generation: Generation) -> str | None:
-    """The engine that plays the user, where that is not the one that answers. Its name is no part of the snapshot."""
-    user = spec.prompt.user_model
-    return user.engine if user is not None and generation.user_model is not None else None
+    """The engine that plays the user, where that is not the one that answers. Its name is no part of the snapshot, as
+    its model is: raises dg.Failure where the spec does not name it for the snapshot's model.
+    """
+    asked, user = generation.of_user_elsewhere, spec.prompt.user_model
+    if asked is None:
+        return None
+    if user is not None and user.engine is not None:
+        if user.model == asked.model:
+            return user.engine
+        found = f"{user.model} on engine {user.engine}"
+    else:
+        adapters = (one.name for one in _engine_options(spec, generation).adapters)
+        if asked.model in (generation.model, generation.asked_model, *adapters):
+            return None
+        found = "no engine of fleet.yaml for it"
+    raise dg.Failure(
+        f"prompt.user_model: expected {asked.model}, which plays the user of this snapshot, found {found} in the "
+        "dataset's file. Start a refresh, or put back what the file said when the snapshot was made.",
+        allow_retries=False,
+    )
 
 
 def _engine_options(spec: GeneratedDatasetSpec, generation: Generation) -> EngineOptions:

@@ -107,7 +107,7 @@ class FleetClient:
                 note(str(error))
                 if failed >= FAILED_STARTS:
                     if shared := self._shared(need, allowed.instances, replaces):
-                        return self._taken(need, shared, note, pause)
+                        return self._taken(need, shared, tell, pause)
                     raise NoInstanceStarted(f"{failed} instances in a row did not start; the last: {error}") from None
                 pause(WAIT_SECONDS)
                 continue
@@ -117,17 +117,19 @@ class FleetClient:
                     pause(WAIT_SECONDS)
                 continue
             if isinstance(found, LeasedEngine):
-                return self._taken(need, found, note, pause)
+                return self._taken(need, found, tell, pause)
             tell(found)
             pause(WAIT_SECONDS)
 
-    def _taken(self, need: Requirement, leased: LeasedEngine, note: Say, pause: Pause) -> LeasedEngine:
+    def _taken(
+        self, need: Requirement, leased: LeasedEngine, tell: Callable[[RunActivity], None], pause: Pause
+    ) -> LeasedEngine:
         with self._orders.handing_over(leased.lease, leased.close):
-            note(f"on {leased.name}")
-            leased.user = self._user_engine(need, pause)
+            leased.user = self._user_engine(need, tell, pause)
+            tell(RunActivity(f"on {leased.name}"))
             return leased
 
-    def _user_engine(self, need: Requirement, pause: Pause) -> LeasedEngine | None:
+    def _user_engine(self, need: Requirement, tell: Callable[[RunActivity], None], pause: Pause) -> LeasedEngine | None:
         """The engine of the model that plays the user. Its lease keeps nobody off, nor counts as an instance: it says
         what is spent there, and what may be.
         """
@@ -135,7 +137,12 @@ class FleetClient:
             return None
         engine, asked_at = self.config.user_engine(need.user_engine, need.user_model), self.heartbeat.now()
         name, (run, ttl) = f"{engine.name}/{need.dataset}", (self.heartbeat.run_id, self.heartbeat.ttl)
+        said = RunActivity()
         while (lease := self.fleet_db.try_lease(name, run, need.dataset, ttl)) is None:  # another run takes its own now
+            by = "" if (holder := self.fleet_db.holder(name)) is None else f" by run {holder}"
+            now = waits(WaitKind.ENGINES_HELD, f"prompt.user_model: {engine.name} is being leased{by}")
+            if now != said:
+                tell(said := now)
             pause(WAIT_SECONDS)
             asked_at = self.heartbeat.now()
         self.heartbeat.hold(lease, asked_at)
@@ -552,7 +559,7 @@ class FleetClient:
             raise ProvisioningFailed(f"no warm {decision.new.name} answers, or {why}" if warm else why)
         found.why = decision.sentence
         with self._orders.handing_over(found.lease, found.close):
-            found.user = self._user_engine(need, pause)
+            found.user = self._user_engine(need, lambda waiting: say(waiting.note), pause)
         return found
 
     def _shared(self, need: Requirement, limit: int, replaces: LeasedEngine | None) -> LeasedEngine | None:

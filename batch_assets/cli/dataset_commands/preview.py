@@ -32,6 +32,7 @@ from gpu_runner.client.engine_client import EngineError
 from gpu_runner.errors import ExitStatus, UserFacingError
 from gpu_runner.money import format_usd
 from gpu_runner.planner.types import ControlTiming
+from gpu_runner.request_limits import NO_LIMITS, RequestLimits
 from resources.fleet.engine_tls import tls_of_environment
 from resources.fleet.fleet_config import KEY_VARIABLE
 from resources.fleet.resource import EngineConfig, EngineHeld, EngineStartError, FleetConfigError, Requirement
@@ -47,12 +48,15 @@ class PreviewError(UserFacingError):
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Where the rows are asked, and the key to send there. `starts`: it is started for them, and has no URL before."""
+    """Where the rows are asked, the key to send there, and what it may be asked. `starts`: it is started for them, and
+    has no URL before.
+    """
 
     url: str
     api_key: str | None
     tls: TlsFiles | None = None
     starts: EngineConfig | None = None
+    limits: RequestLimits = NO_LIMITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,8 @@ def engine_named(name: str, model: str) -> Engine:
     engine = engines[name]
     if engine.models and model not in engine.models:
         raise PreviewError(f"--engine: expected one that serves {model}, found {name}: {', '.join(engine.models)}")
-    return Engine(engine.url or "", engine.api_key, engine.tls_files, engine if engine.url is None else None)
+    starts = engine if engine.url is None else None
+    return Engine(engine.url or "", engine.api_key, engine.tls_files, starts, engine.limits)
 
 
 def engines_of(model: str) -> list[str]:
@@ -89,11 +94,14 @@ def engines_of(model: str) -> list[str]:
 
 
 def user_engine(spec: GeneratedDatasetSpec) -> EngineConfig | None:
-    """The engine of fleet.yaml that plays the user, where one is named. Raises FleetConfigError."""
+    """The engine of fleet.yaml that plays the user, where one is named. Raises PreviewError."""
     user = spec.prompt.user_model
     if user is None or user.engine is None or user.model is None:
         return None
-    return the_fleet().config().user_engine(user.engine, user.model)
+    try:
+        return the_fleet().config().user_engine(user.engine, user.model)
+    except FleetConfigError as error:
+        raise PreviewError(f"{spec.name}: {error}") from None
 
 
 @contextlib.contextmanager
@@ -148,9 +156,10 @@ def preview(spec: GeneratedDatasetSpec, folder: Path, rows: int, engine: Engine 
         counter = token_counter(spec.model)
         if engine is None:
             return Preview(spec.name, spec.model, found, counter)
+        user = user_engine(spec)
         with _running(engine, spec) as running:
             asked, seconds = ask_rows(
-                found, spec.generation(), running.url, running.api_key, running.tls, user_engine(spec)
+                found, spec.generation(), running.url, running.api_key, running.tls, user, running.limits
             )
         work = measured_work(work_of_source(spec, folder), asked)
     except (SourceError, EngineError) as error:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import dagster as dg
 import pytest
 from support import range_worker
 from support.conversation_runs import answer, found, killed, questions, said, snapshot_of, table_of, write
@@ -25,16 +26,19 @@ from support.simulated_engine import simulated_engine
 from support.specs import spec
 from support.timing import PATIENCE
 
+import batch_assets.generation.op as op
 import batch_assets.generation.user_engine as user_engine
 import resources.fleet.client
 from batch_assets.capacity_planning.preview_rows import ask_rows, first_rows
+from batch_assets.cli.dataset_commands import preview
 from batch_assets.component import spec_version
 from batch_assets.generation.range_run import RangeRun
 from batch_assets.generation.user_engine import UserEngineAway
+from batch_assets.request_status.dataset_status import RunWait
 from batch_assets.spec.errors import SpecError
 from gpu_runner.client.engine_client import EngineRefused
 from gpu_runner.cost_meter import TokenMeter
-from gpu_runner.fleet_database.database import Lease
+from gpu_runner.fleet_database.database import FleetDatabase, Lease, RunBeat
 from gpu_runner.fleet_database.wait_reason import WaitKind
 from gpu_runner.request_limits import RequestLimits
 from gpu_runner.rows import Outcome
@@ -420,6 +424,60 @@ def test_a_preview_asks_both(tmp_path: Path) -> None:
     assert [one["content"] for one in row.decoded()] == ["Be kind.", "q0?", "a1", "u2", "a2", "u3"]
 
 
+def test_a_preview_holds_to_the_bounds_of_each_engine(tmp_path: Path) -> None:
+    write(tmp_path, *questions(6))
+    made = spec(prompt=PROMPT, model=MODEL, id="id")
+    rows, given = first_rows(made, tmp_path, 6), {"name": "api", "kind": "endpoint", "models": [OTHER]}
+    with two_engines() as (answering, playing):
+        most = {"answers": most_at_once(answering), "user": most_at_once(playing)}
+        user = EngineConfig(url=playing.url, concurrency=2, **given)
+        ask_rows(rows, made.generation(), answering.url, None, None, user, RequestLimits(concurrency=3))
+        assert [len(now) for now in most.values()] == [3, 2]
+        user = EngineConfig(url=playing.url, requests_per_minute=1200, **given)
+        _, seconds = ask_rows(rows, made.generation(), answering.url, None, None, user)
+        assert seconds >= 0.4, "twelve texts at twenty a second, of which five may go at once"
+        playing.text = lambda _: threading.Event().wait(1.5) or "late"
+        user = EngineConfig(url=playing.url, timeout=0.5, **given)
+        (row, *_), seconds = ask_rows(rows, made.generation(), answering.url, None, None, user)
+        assert row.answer is not None and row.answer.completion is None and "time" in row.answer.problem
+
+
+def test_a_preview_names_the_users_engine_where_that_cannot_be_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, *questions(1))
+    made = spec(prompt=PROMPT, model=MODEL, id="id")
+    with two_engines() as (answering, _):
+        user = EngineConfig(name="api", kind="endpoint", url=answering.url, models=[OTHER])
+        with pytest.raises(EngineRefused, match=r"prompt\.user_model, engine api: .*vendor/large"):
+            ask_rows(first_rows(made, tmp_path, 1), made.generation(), answering.url, None, None, user)
+        (tmp_path / "fleet.yaml").write_text("engines: [{name: other, kind: simulated}]\n")
+        monkeypatch.setenv("BATCH_ASSETS_FLEET", str(tmp_path / "fleet.yaml"))
+        monkeypatch.setenv("DAGSTER_HOME", str(tmp_path))
+        asked = len(answering.requests)
+        with pytest.raises(preview.PreviewError, match=r"d: prompt\.user_model\.engine: expected an engine of kind"):
+            preview.preview(made, tmp_path, 1, preview.Engine(answering.url, None))
+        assert len(answering.requests) == asked
+
+
+def most_at_once(engine: PlainEngine) -> set[int]:
+    """Filled with the numbers of requests that were under way at once."""
+    says, guard, now, seen = engine.text, threading.Lock(), [0], set[int]()
+    assert callable(says)
+
+    def text(request: dict[str, Any]) -> Any:
+        with guard:
+            now[0] += 1
+            seen.add(now[0])
+        threading.Event().wait(0.02)
+        with guard:
+            now[0] -= 1
+        return says(request)
+
+    engine.text = text
+    return seen
+
+
 def test_the_model_is_part_of_a_rows_key_and_the_engines_name_is_not(tmp_path: Path, store: DatasetStore) -> None:
     write(tmp_path, *questions(1))
     keys, versions = [], []
@@ -449,3 +507,70 @@ def test_the_model_is_part_of_a_rows_key_and_the_engines_name_is_not(tmp_path: P
 def test_what_names_no_engine_is_refused(change: dict[str, Any], words: str) -> None:
     with pytest.raises(SpecError, match=re.escape(words)):
         spec(prompt={**PROMPT, "user_model": {**ELSEWHERE, **change}})
+
+
+def test_a_run_that_waits_for_the_lease_of_the_users_engine_says_so(tmp_path: Path) -> None:
+    seen: list[RunBeat] = []
+
+    def watch(fleet_db: FleetDatabase, taken: Lease) -> None:
+        deadline = time.monotonic() + 20 * PATIENCE
+        while not seen and time.monotonic() < deadline:
+            seen.extend(one for one in fleet_db.runs() if one.wait is not None and one.wait.seconds > 0.5)
+            time.sleep(0.02)
+        assert fleet_db.release(taken)
+
+    with (
+        two_engines() as (answering, playing),
+        dataset_project(tmp_path, prompt=PROMPT, source={"path": "q.jsonl"}) as site,
+    ):
+        fleet_of(tmp_path, answering, playing.url)
+        write(tmp_path, *questions(4))
+        assert site.materialize("prompts").success
+        site.fleet_db.begin_run("another", "e", "00001", "00001")
+        taken = site.fleet_db.try_lease("api/d", "another", "e", 600.0)
+        assert taken is not None
+        watching = threading.Thread(target=watch, args=(site.fleet_db, taken))
+        watching.start()
+        assert site.run_rows("00000", "00000", None).success
+        watching.join()
+        assert len(playing.requests) == 8
+    (beat,) = seen
+    assert beat.wait is not None and beat.wait.kind is WaitKind.ENGINES_HELD
+    assert beat.note == "waiting: prompt.user_model: api is being leased by run another"
+    assert RunWait.of(beat.wait, 100.0).since < 100.0, "as `status` says it"
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "now", "words"),
+    [
+        (USER, ELSEWHERE, f"expected {MODEL}, which plays the user of this snapshot, found {OTHER} on engine api"),
+        ({**ELSEWHERE, "model": "x"}, ELSEWHERE, f"expected x, which plays the user of this snapshot, found {OTHER}"),
+        (ELSEWHERE, USER, f"expected {OTHER}, which plays the user of this snapshot, found no engine of fleet.yaml"),
+        (ELSEWHERE, None, f"expected {OTHER}, which plays the user of this snapshot, found no engine of fleet.yaml"),
+    ],
+)
+def test_a_run_of_an_older_snapshot_asks_no_other_engine_for_its_user(
+    tmp_path: Path, store: DatasetStore, snapshot: dict[str, Any], now: dict[str, Any] | None, words: str
+) -> None:
+    write(tmp_path, *questions(1))
+    settings = snapshot_of(tmp_path, store, prompt={**PROMPT, "user_model": snapshot}).settings()
+    with pytest.raises(dg.Failure, match=re.escape(words)):
+        op._user_engine(spec(prompt={**PROMPT, "user_model": now}, model=MODEL), settings)
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "now", "engine"),
+    [
+        (USER, None, None),
+        (USER, USER, None),
+        (USER, {**ELSEWHERE, "model": MODEL}, "api"),
+        ({**ELSEWHERE, "model": MODEL}, USER, None),
+        ({**ELSEWHERE, "engine": "before"}, ELSEWHERE, "api"),
+    ],
+)
+def test_the_same_model_of_an_older_snapshot_may_be_asked_elsewhere(
+    tmp_path: Path, store: DatasetStore, snapshot: dict[str, Any], now: dict[str, Any] | None, engine: str | None
+) -> None:
+    write(tmp_path, *questions(1))
+    settings = snapshot_of(tmp_path, store, prompt={**PROMPT, "user_model": snapshot}).settings()
+    assert op._user_engine(spec(prompt={**PROMPT, "user_model": now}, model=MODEL), settings) == engine
