@@ -19,6 +19,7 @@ from batch_assets.tags import BUDGET_TAG, DEADLINE_TAG, ENDPOINT_TAG, INSTANCES_
 from gpu_runner.fleet_database.accounting.request_budget import Spend
 from gpu_runner.fleet_database.database import FleetDatabase, Instance
 from gpu_runner.fleet_database.targets import DatasetTarget
+from gpu_runner.money import format_usd
 from gpu_runner.offers.offer import Objective, Ranking
 from gpu_runner.offers.selection import MEMORY, OfferFailure
 from gpu_runner.offers.speed import Measurement
@@ -26,6 +27,7 @@ from gpu_runner.offers.workload import Assumption, Subject, Workload
 from gpu_runner.planner.planner import in_detail, make_plan
 from gpu_runner.planner.types import ControlTiming, HeldInstance, Plan, PlannedOffer, Target, Work
 from gpu_runner.rows import Task
+from gpu_runner.token_price import TokenPrice
 from resources.engine_options import PLAIN, EngineOptions
 from resources.fleet.fleet_config import ENDPOINT_VARIABLE, EngineConfig, FleetConfigError
 from resources.fleet.hosted_engines import (
@@ -42,6 +44,8 @@ from resources.fleet.planner_options import beliefs, held, options
 from resources.fleet.resource import FleetConfig, GpuFleet
 from resources.pricing.market import Market, OfferSnapshot
 from resources.pricing.model_catalog import DeclaredModel
+
+FREE = TokenPrice(0.0, 0.0)
 
 
 class Planned(Protocol):
@@ -263,8 +267,20 @@ def with_unpriced_engines(
     said = (
         f"{names}: {ASSUMED_SPEED:,.0f} tokens/s, as its speed is not measured; without a price it costs nothing here"
     )
-    options = unpriced_options(engines)
+    options = unpriced_options(engines, work)
     return replace(asked, options=options, held=(), measured=True), _assuming(work, Assumption(Subject.SPEEDS, said))
+
+
+def with_price_of_user(work: Workload, spec: GeneratedDatasetSpec, config: FleetConfig) -> Workload:
+    """The work with the price of the engine that plays the user, where that is one of its own."""
+    user = spec.prompt.user_model
+    if work.user is None or user is None or user.engine is None or user.model is None:
+        return work
+    try:
+        engine = config.user_engine(user.engine, user.model)
+    except FleetConfigError:  # a run says it
+        return work
+    return replace(work, user=replace(work.user, price=engine.token_price or FREE, engine=engine.name))
 
 
 def _assuming(work: Workload, *more: Assumption) -> Workload:
@@ -326,6 +342,7 @@ def propose(
     if not work.rows:
         text = f"nothing is left to do: planned as if all {work.all_rows:,} rows were to be done"
         work = replace(_assuming(work, Assumption(Subject.ROWS, text)), rows=work.all_rows)
+    work = with_price_of_user(work, spec, around.config)
     spend = fleet_db.spend(spec.name) if request is not None else None
     wanted = wanted_of(spec, tags, request, spend, around.config.max_instances, fleet_db.now())
     wanted = with_idle_tail(around.config, wanted, timing)
@@ -349,6 +366,10 @@ def propose(
         )
     elif standing := unpriced_engines(around.config, spec.model, endpoint, spec.engine):
         asked, work = with_unpriced_engines(asked, standing, work, endpoint)
+    if work.user is not None and work.user.engine and any(one.row_usd is None for one in asked.options):
+        usd = format_usd(work.rows * work.mean_row_usd(None), fine=True)
+        text = f"what the user says costs {usd} $ at {work.user.engine}, which is not in the sums of what is rented"
+        work = _assuming(work, Assumption(Subject.LENGTHS, text))
     if not asked.held:  # as `gpu_runner.planner.controller.decide` begins
         wanted = replace(wanted, reserve_seconds=timing.reserve)
     plan = make_plan(asked.work, asked.options, asked.held, wanted)

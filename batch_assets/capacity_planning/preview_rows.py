@@ -275,6 +275,5 @@ def measured_work(work: Workload, rows: Sequence[PreviewRow]) -> Workload | None
     said = Assumption(Subject.LENGTHS, f"lengths are those of {len(answered)} rows")
     mix = LengthMix(max(1.0, prompt), output)
     counts = [one for one in work.assumptions if one.subject is Subject.ROWS]
-    return replace(
-        work, mix=mix, prompt_basis="measured", output_basis="measured", assumptions=(*counts, said), rows=work.all_rows
-    )
+    measured = replace(work.with_mix(mix), prompt_basis="measured", output_basis="measured")
+    return replace(measured, assumptions=(*counts, said), rows=work.all_rows)

@@ -30,7 +30,7 @@ from batch_assets.snapshot.source.errors import SHOWN_REJECTS, Reject, SourceErr
 from batch_assets.snapshot.source.size import estimated_lines
 from batch_assets.spec.models import DEFAULT_MAX_TOKENS, GeneratedDatasetSpec
 from gpu_runner.offers.speed import LengthMix
-from gpu_runner.offers.workload import Assumption, Subject, Workload
+from gpu_runner.offers.workload import Assumption, Subject, UserTexts, Workload
 from gpu_runner.rows import POOLED, Generation
 from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import BatchEntry, BatchFooter, BatchObject, DatasetStore, SnapshotManifest
@@ -66,6 +66,7 @@ class PromptLengths:
 
     Of conversations `mean` is that of all requests of a row, `longest` that of a last request, both without the answers
     that later requests repeat: these are `repeated` answers a row. `turns`: the mean, `most_turns` the most.
+    `user`: of `mean`, what the requests of a model that plays the user take, which are `texts` a row.
     """
 
     mean: float
@@ -73,6 +74,14 @@ class PromptLengths:
     turns: float = 1.0
     repeated: float = 0.0
     most_turns: int = 1
+    user: float = 0.0
+    texts: int = 0
+
+    def of_user(self, text: float) -> UserTexts | None:
+        """What the user's model takes of a row; `text`: tokens of an answer, and of what the user says."""
+        if not self.texts:
+            return None
+        return UserTexts(LengthMix(max(1.0, self.user + self.texts**2 * text), self.texts * text))
 
 
 class WorkloadEstimator:
@@ -193,7 +202,10 @@ def work_of(
         expected = prompts.mean + prompts.repeated * output / prompts.turns
         longest = prompts.longest * max(1.0, prompt / max(1.0, expected)) + before
         mix = LengthMix(prompt, output if generation.task not in POOLED else 0.0)
-        return Workload(rows, all_rows, mix, round(longest + room), "measured", "measured", tuple(said), room)
+        user = _measured_user(prompts, mix, footers)
+        return Workload(
+            rows, all_rows, mix, round(longest + room), "measured", "measured", tuple(said), room, user=user
+        )
     fixed = generation.task in POOLED or bool(generation.sampling.get("ignore_eos"))
     share = 1.0 if fixed else OUTPUT_SHARE
     texts = [f"prompts: a token per {BYTES_PER_TOKEN:g} bytes, and {MESSAGE_TOKENS:g} per message"]
@@ -206,7 +218,24 @@ def work_of(
     answer = most * share
     mix = LengthMix(max(1.0, prompts.mean + prompts.repeated * answer), prompts.turns * answer)
     longest = round(prompts.longest + before + room)
-    return Workload(rows, all_rows, mix, longest, "estimated", "assumed", assumed, room)
+    user = prompts.of_user(answer)
+    return Workload(rows, all_rows, mix, longest, "estimated", "assumed", assumed, room, user=user)
+
+
+def _measured_user(prompts: PromptLengths, mix: LengthMix, footers: Sequence[BatchFooter]) -> UserTexts | None:
+    """Of measured lengths what the user's model took: as batches say, else by its share of the requests."""
+    if not prompts.texts:
+        return None
+    said = [one for one in footers if one.user_prompt_tokens is not None]
+    whole = sum(one.prompt_tokens for one in said), sum(one.completion_tokens for one in said)
+    if all(whole):
+        prompt = sum(one.user_prompt_tokens or 0 for one in said) / whole[0]
+        output = sum(one.user_completion_tokens or 0 for one in said) / whole[1]
+    else:
+        text = mix.output_tokens / prompts.turns
+        prompt = min(1.0, (prompts.user + prompts.texts**2 * text) / (prompts.mean + prompts.repeated * text))
+        output = prompts.texts / prompts.turns
+    return UserTexts(LengthMix(max(1.0, prompt * mix.prompt_tokens), output * mix.output_tokens))
 
 
 def spread_of(footers: Sequence[BatchFooter]) -> float:
@@ -339,6 +368,7 @@ def _estimate(prompts: Iterable[_Asked], written: int) -> PromptLengths:
     requests as turns: each repeats all texts before it.
     """
     tokens: list[tuple[float, float, int]] = []
+    users: list[float] = []
     for prompt, turns, system in prompts:
         request = prompt_tokens(orjson.loads(prompt), _text_tokens)
         whole, requests = request, 1
@@ -348,6 +378,7 @@ def _estimate(prompts: Iterable[_Asked], written: int) -> PromptLengths:
         if system is not None:
             asked = _text_tokens(system) + _text_tokens(turns[0]) + 3 * MESSAGE_TOKENS
             whole, requests = written * request + (written - 1) * asked, 2 * written - 1
+            users.append((written - 1) * asked)
             request = max(request, asked)
         tokens.append((whole, request, requests))
     if not tokens:
@@ -355,7 +386,8 @@ def _estimate(prompts: Iterable[_Asked], written: int) -> PromptLengths:
     wholes, lasts, turns_of = zip(*tokens, strict=True)
     rows = len(tokens)
     repeated = sum(n * (n - 1) / 2 for n in turns_of) / rows
-    return PromptLengths(sum(wholes) / rows, max(lasts), sum(turns_of) / rows, repeated, max(turns_of))
+    mean, texts = sum(wholes) / rows, written - 1 if users else 0
+    return PromptLengths(mean, max(lasts), sum(turns_of) / rows, repeated, max(turns_of), sum(users) / rows, texts)
 
 
 def _text_tokens(text: str) -> float:

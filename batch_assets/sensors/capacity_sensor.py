@@ -24,6 +24,7 @@ from batch_assets.capacity_planning.planner_input import (
     build_input,
     with_hosted_engines,
     with_idle_tail,
+    with_price_of_user,
 )
 from batch_assets.catalog import ledger
 from batch_assets.catalog.backfills import last_done_at
@@ -243,10 +244,11 @@ def _asked(
     """What the planner is asked: what can be rented, and the engines of fleet.yaml that are paid by the token."""
     spec, found = question.planned, question.open
     assert found.work is not None
+    work = with_price_of_user(found.work, question.spec, around.config)
     asked = build_input(
         around,
         spec,
-        found.work,
+        work,
         wanted,
         batches=found.units,
         spread=found.spread,
@@ -256,7 +258,7 @@ def _asked(
     )
     speeds = fleet_db.engine_speeds()
     return with_hosted_engines(
-        asked, around.config, found.work, speeds, model=spec.model, endpoint=endpoint, options=spec.engine
+        asked, around.config, work, speeds, model=spec.model, endpoint=endpoint, options=spec.engine
     )
 
 

@@ -115,10 +115,20 @@ def unpriced_engines(
     return [engine for engine in engines if engine.token_price is None]
 
 
-def unpriced_options(engines: Sequence[EngineConfig]) -> tuple[PlannedOffer, ...]:
-    """As the planner sees them: they cost nothing, and nobody knows how fast they are."""
+def unpriced_options(engines: Sequence[EngineConfig], work: Workload) -> tuple[PlannedOffer, ...]:
+    """As the planner sees them: they cost nothing but the user's texts at another engine, and nobody knows how fast
+    they are.
+    """
     return tuple(
-        PlannedOffer(engine.name, 0.0, ASSUMED_SPEED, 0.0, capacity=1, spread=ASSUMED_SPREAD, row_usd=0.0)
+        PlannedOffer(
+            engine.name,
+            _usd_per_token(engine, work) * ASSUMED_SPEED * HOUR,
+            ASSUMED_SPEED,
+            0.0,
+            capacity=1,
+            spread=ASSUMED_SPREAD,
+            row_usd=0.0,
+        )
         for engine in engines
     )
 
@@ -175,6 +185,5 @@ def _speed(engine: EngineConfig, work: Workload, speeds: Mapping[str, float]) ->
 
 
 def _usd_per_token(engine: EngineConfig, work: Workload) -> float:
-    """The price of a token of this work, prompts and completions as they are mixed."""
-    price, tokens = engine.token_price, work.mix.tokens
-    return 0.0 if price is None or not tokens else price.usd(work.mix.prompt_tokens, work.mix.output_tokens) / tokens
+    """The price of a token of this work, prompts and completions as they are mixed, and the user's at its engine."""
+    return work.mean_row_usd(engine.token_price) / work.mix.tokens

@@ -93,6 +93,8 @@ class BatchFooter(BaseModel):
     cached_tokens: int | None = None
     answered_prompt_tokens: int | None = None
     answered_completion_tokens: int | None = None
+    user_prompt_tokens: int | None = None
+    user_completion_tokens: int | None = None
     seconds: float
     model: str
     engine: str
@@ -138,6 +140,7 @@ class BatchFooter(BaseModel):
         dead = sum(not outcome.ok for outcome in outcomes)
         newest = max(outcomes, key=lambda outcome: outcome.started_at)
         ended = max(outcome.started_at + outcome.seconds for outcome in outcomes)
+        users = [turn.user_model for outcome in outcomes for turn in outcome.turns if turn.user_model is not None]
         mine = [outcome.started_at for outcome in outcomes if outcome.origin.run_id == run_id]
         return cls(
             dataset=dataset,
@@ -156,6 +159,8 @@ class BatchFooter(BaseModel):
             cached_tokens=cached_tokens,
             answered_prompt_tokens=None if answered is None else sum(one.prompt_tokens for one in answered),
             answered_completion_tokens=None if answered is None else sum(one.completion_tokens for one in answered),
+            user_prompt_tokens=sum(one.prompt_tokens for one in users) if users else None,
+            user_completion_tokens=sum(one.completion_tokens for one in users) if users else None,
             seconds=max(0.0, ended - min(mine, default=ended)),
             model=newest.origin.model,
             engine=newest.origin.engine,

@@ -29,7 +29,9 @@ from support.timing import PATIENCE
 import batch_assets.generation.op as op
 import batch_assets.generation.user_engine as user_engine
 import resources.fleet.client
+from batch_assets.capacity_planning.planner_input import FleetView, propose
 from batch_assets.capacity_planning.preview_rows import ask_rows, first_rows
+from batch_assets.capacity_planning.workload_estimate import WorkloadEstimator
 from batch_assets.cli.dataset_commands import preview
 from batch_assets.component import spec_version
 from batch_assets.generation.range_run import RangeRun
@@ -40,6 +42,7 @@ from gpu_runner.client.engine_client import EngineRefused
 from gpu_runner.cost_meter import TokenMeter
 from gpu_runner.fleet_database.database import FleetDatabase, Lease, RunBeat
 from gpu_runner.fleet_database.wait_reason import WaitKind
+from gpu_runner.planner.types import ControlTiming
 from gpu_runner.request_limits import RequestLimits
 from gpu_runner.rows import Outcome
 from gpu_runner.token_price import TokenPrice
@@ -344,9 +347,9 @@ def test_a_run_finds_the_engine_in_fleet_yaml_and_its_cost_is_on_the_bill(
         assert site.fleet_db.leases_of("d") == 0
 
 
-def fleet_of(folder: Path, answering: PlainEngine, playing_url: str) -> None:
+def fleet_of(folder: Path, answering: PlainEngine, playing_url: str, price: str = "") -> None:
     (folder / "fleet.yaml").write_text(
-        f"engines: [{{name: own, kind: endpoint, url: '{answering.url}', models: [{MODEL}]}}, "
+        f"engines: [{{name: own, kind: endpoint, url: '{answering.url}', {price}models: [{MODEL}]}}, "
         f"{{name: api, kind: endpoint, url: '{playing_url}', models: [{OTHER}], concurrency: 3, "
         "usd_per_million_tokens: {input: 1000, output: 2000}}]\n"
     )
@@ -380,6 +383,26 @@ def test_the_budget_bounds_what_the_user_costs_and_it_goes_on_when_that_is_raise
         run.join()
         assert done == [True] and len(playing.requests) == 240 and len(answering.requests) == 360
         assert site.fleet_db.spend("d").usd == pytest.approx(240 * 0.011)
+
+
+@pytest.mark.parametrize("price", ["usd_per_million_tokens: 100, ", ""])
+def test_what_a_plan_says_of_two_prices_is_what_the_run_is_billed(tmp_path: Path, price: str) -> None:
+    with (
+        two_engines() as (answering, playing),
+        dataset_project(tmp_path, prompt=PROMPT, source={"path": "q.jsonl"}) as site,
+    ):
+        fleet_of(tmp_path, answering, playing.url, price)
+        write(tmp_path, *questions(20))
+        assert site.materialize("prompts").success and site.run_rows("00000", "00000", None).success
+        before, (made, folder) = site.fleet_db.spend("d").usd, site.specs["d"]
+        work = WorkloadEstimator(made, site.store, folder).look()
+        assert work.rows == 10
+        found = propose(FleetView.look(site.fleet, site.fleet_db), site.fleet_db, made, work, {}, ControlTiming())
+        assert site.run_rows("00001", "00001", None).success
+        billed = site.fleet_db.spend("d").usd - before
+    of_user, of_answers = 20 * (5 * 1000 + 3 * 2000) / 1e6, 30 * 8 * 100 / 1e6
+    assert billed == pytest.approx(of_user + (of_answers if price else 0.0))
+    assert found.plan.chosen is not None and found.plan.chosen.usd.p50 == pytest.approx(billed, rel=0.02)
 
 
 def test_a_run_whose_user_is_away_fails_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
