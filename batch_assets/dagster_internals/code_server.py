@@ -69,6 +69,9 @@ def start_workers_from(context: BaseContext) -> None:
     DagsterApiServer.__init__ = begin  # type: ignore[assignment,method-assign]
 
 
+_types_left_out = False
+
+
 def leave_out_component_types() -> None:
     """Let this process load a folder of definitions without describing every component type that is installed.
 
@@ -76,6 +79,10 @@ def leave_out_component_types() -> None:
     that the definitions are loaded: nine tenths of the time. Ours is not among them. It imports them once more to name
     the components that are in use: of these, the modules are imported already.
     """
+    global _types_left_out
+    if _types_left_out:
+        return
+    _types_left_out = True
     from dagster.components.core import load_defs, package_entry
 
     found = package_entry.get_plugin_entry_points
@@ -87,8 +94,7 @@ def leave_out_component_types() -> None:
         return dg.Definitions(component_tree=tree)
 
     _replace(load_defs, "get_library_json_enriched_defs", without)
-    if not hasattr(found, "__wrapped__"):
-        _replace(package_entry, "get_plugin_entry_points", functools.wraps(found)(imported))
+    _replace(package_entry, "get_plugin_entry_points", imported)
 
 
 def answers(socket: Path) -> bool:
