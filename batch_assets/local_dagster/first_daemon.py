@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import os
 import signal
 import socket
@@ -22,6 +21,7 @@ import threading
 import time
 from pathlib import Path
 
+from batch_assets.local_dagster.forked_process import bound_socket, keep_only, order_for, take_order
 from gpu_runner.providers.process_guard import die_with, name_process
 
 NAME = "dagster-daemon"  # of the process, 15 bytes at most
@@ -35,14 +35,8 @@ MOST_BYTES = 1 << 20  # of options and environment
 
 def listen(folder: Path) -> socket.socket:
     """A socket in the code server's folder, for our user alone, at which the daemon's stand-in waits for the fork."""
-    listener, draft = socket.socket(socket.AF_UNIX), folder / f"{ADDRESS}.new"
-    draft.unlink(missing_ok=True)
-    umask = os.umask(0o177)
-    try:
-        listener.bind(str(draft))
-    finally:
-        os.umask(umask)
-    listener.listen()
+    draft = folder / f"{ADDRESS}.new"
+    listener = bound_socket(draft)
     draft.replace(folder / ADDRESS)  # who finds it can connect
     return listener
 
@@ -54,28 +48,21 @@ def fork(listener: socket.socket) -> int:
     prepare = die_with(os.getpid())
     pid = os.fork()
     if pid == 0:
-        status = 1
-        try:
+        from batch_assets.dagster_internals.process_end import run_process  # the code server has it by now
+
+        def serve() -> None:
             prepare()
             with contextlib.suppress(TimeoutError):  # nobody asks: the stand-in became the daemon itself
                 _serve(listener)
-            status = 0
-        except SystemExit as end:
-            status = end.code if isinstance(end.code, int) else int(end.code is not None)
-        except BaseException:
-            sys.excepthook(*sys.exc_info())
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
+
+        run_process(serve)
     return pid
 
 
 def _serve(listener: socket.socket) -> None:
     """The forked process: be the daemon for the first that asks, if one does soon. The listener stays open, so that
     others wait."""
-    os.closerange(3, listener.fileno())  # as subprocess does: what shows that the code server lives is not for others
-    os.closerange(listener.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+    keep_only(listener.fileno())
     name_process(NAME)
     listener.settimeout(FORKS_SECONDS)
     owner, _ = listener.accept()
@@ -84,19 +71,16 @@ def _serve(listener: socket.socket) -> None:
     told = _read(owner, int.from_bytes(size, "big"))
     if told is None or len(streams) != 2:
         return
-    order = json.loads(told)
     for target, stream in zip((1, 2), streams, strict=True):
         os.dup2(stream, target)
         os.close(stream)
-    os.environ.clear()
-    os.environ.update(order["environment"])
+    take_order(told)
     owner.sendall(os.getpid().to_bytes(NUMBER_BYTES, "big"))
     if not owner.recv(1):  # until signals are passed on
         return
     owner.settimeout(None)
     threading.Thread(target=_end_with, args=(owner,), name="daemon-owner", daemon=True).start()
-    sys.argv = [order["module"], *order["options"]]
-    importlib.import_module(order["module"]).main()
+    importlib.import_module(sys.argv[0]).main()
 
 
 def _read(owner: socket.socket, size: int) -> bytes | None:
@@ -127,7 +111,7 @@ def _forked(owner: socket.socket, address: Path, module: str, options: list[str]
         time.sleep(STEP_SECONDS)
     owner.settimeout(FORKS_SECONDS)
     owner.connect(str(address))
-    order = json.dumps({"module": module, "options": options, "environment": dict(os.environ)}).encode()
+    order = order_for(module, options, os.environ)
     socket.send_fds(owner, [len(order).to_bytes(NUMBER_BYTES, "big")], [1, 2])
     owner.sendall(order)
     return int.from_bytes(owner.recv(NUMBER_BYTES), "big")

@@ -7,7 +7,6 @@ why), and waits until Dagster gives its arguments.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -16,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from batch_assets.local_dagster import worker_template
+from batch_assets.local_dagster.forked_process import keep_only, order_for, take_order
 from gpu_runner.providers.process_guard import name_process
 
 NAME = "definitions"  # of the process, 15 bytes at most
@@ -37,8 +37,8 @@ class FirstServer:
             return False
         orders, self._orders = self._orders, None
         try:
-            with os.fdopen(orders, "w") as pipe:
-                json.dump({"arguments": list(arguments), "environment": dict(environment)}, pipe)
+            with os.fdopen(orders, "wb") as pipe:
+                pipe.write(order_for(sys.argv[0], arguments, environment))
         except BrokenPipeError:
             return False
         return True
@@ -89,33 +89,19 @@ def fork(serve: Callable[[], None]) -> FirstServer:
     orders, ours = os.pipe()
     pid = os.fork()
     if pid == 0:
-        _begin(orders, serve)
+        from batch_assets.dagster_internals.process_end import run_process  # the code server has it by now
+
+        run_process(lambda: _begin(orders, serve))
     os.close(orders)
     return FirstServer(pid, ours)
 
 
 def _begin(orders: int, serve: Callable[[], None]) -> None:
-    """The forked process. Does not return."""
-    status = 1
-    try:
-        os.closerange(3, orders)  # as subprocess does: what shows that the code server lives is not for others
-        os.closerange(orders + 1, os.sysconf("SC_OPEN_MAX"))
-        name_process(NAME)
-        with os.fdopen(orders, "rb") as pipe:
-            told = pipe.read(MOST_BYTES)
-        if not told:
-            os._exit(0)
-        order = json.loads(told)
-        os.environ.clear()
-        os.environ.update(order["environment"])
-        sys.argv = [sys.argv[0], *order["arguments"]]
+    """The forked process: serve once it is told to."""
+    keep_only(orders)
+    name_process(NAME)
+    with os.fdopen(orders, "rb") as pipe:
+        told = pipe.read(MOST_BYTES)
+    if told:
+        take_order(told)
         serve()
-        status = 0
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)

@@ -21,13 +21,13 @@ import importlib
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import threading
 from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 from pathlib import Path
 
+from batch_assets.local_dagster.forked_process import bound_socket
 from gpu_runner.providers.process_guard import die_with, name_process
 
 TEMPLATE, WORKER = "worker-template", "run-worker"  # names of the processes, 15 bytes at most
@@ -91,14 +91,7 @@ def start(address: Path) -> BaseContext:
         raise TemplateError(f"expected a process of one thread, found {found}: it cannot be forked safely")
     gc.freeze()  # the copies share the memory of what is not collected; imports leave no garbage (test)
     alive, held = os.pipe()
-    address.unlink(missing_ok=True)
-    with socket.socket(socket.AF_UNIX) as listener:
-        umask = os.umask(0o177)
-        try:
-            listener.bind(str(address))
-        finally:
-            os.umask(umask)
-        listener.listen()
+    with bound_socket(address) as listener:
         pid = os.fork()
         if pid == 0:
             os.close(held)
