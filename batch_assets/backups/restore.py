@@ -102,12 +102,14 @@ def begin(home: Path, backup: str) -> None:
         mark.write(f"{backup}\n")
         mark.flush()
         os.fsync(mark.fileno())
+    _sync(home)
 
 
 def end(home: Path) -> None:
     """The restore has come to its end."""
     shutil.rmtree(home / STAGING, ignore_errors=True)
     (home / "storage.ready").touch()
+    _sync(home)
     (home / UNFINISHED_RESTORE).unlink(missing_ok=True)
 
 
@@ -144,7 +146,17 @@ def _put(file: Path, place: Path) -> None:
     for suffix in ("", "-wal", "-shm", "-journal"):
         place.with_name(place.name + suffix).unlink(missing_ok=True)
     beside.replace(place)
+    _sync(place.parent)
     file.unlink()
+
+
+def _sync(folder: Path) -> None:
+    """Names in a folder are on the disk from here on: the mark is the last to go."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _fill(

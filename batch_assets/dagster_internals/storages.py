@@ -16,6 +16,7 @@ from dagster._core.storage.schedules.sqlite.sqlite_schedule_storage import Sqlit
 
 VERSION_TABLE = "alembic_version"
 _GROUPS = (RunStorageSqlMetadata, SqlEventLogStorageMetadata, ScheduleStorageSqlMetadata)
+_LOCK = 0x64616774  # of Postgres' advisory locks: one process at a time makes tables
 _LIVING = ("runs", "event_logs")  # they hold something as soon as anything was done
 
 
@@ -58,13 +59,18 @@ def make_missing_tables(instance: dg.DagsterInstance) -> None:
     """Make the tables that a Postgres of Dagster lacks, where it holds nothing yet.
 
     Dagster makes them one after the other, each in a transaction of its own, and not at all where one of them is there:
-    a process that was killed meanwhile leaves a database that it cannot use, nor mend.
+    a process that was killed meanwhile leaves a database that it cannot use, nor mend. One process at a time does it,
+    as homes on several machines may share a database. Tables of an older version of Dagster are left as they are: its
+    own migration brings them to the newest, and they must not be said to be that.
     """
     for url in postgres_urls(instance):
         with sa.create_engine(url, poolclass=sa.NullPool).begin() as connection:
+            connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
             there = {*sa.inspect(connection).get_table_names()}
             wanted = {*storage_tables(), VERSION_TABLE}
             if not there & wanted or any(name in there and _has_lines(connection, name) for name in _LIVING):
+                continue
+            if VERSION_TABLE in there and (found := _versions(connection)) and found != {_newest()}:
                 continue
             if wanted - there or not _has_lines(connection, VERSION_TABLE):
                 _make_all(connection)
@@ -72,6 +78,19 @@ def make_missing_tables(instance: dg.DagsterInstance) -> None:
 
 def _has_lines(connection: sa.Connection, table: str) -> bool:
     return connection.exec_driver_sql(f'SELECT 1 FROM "{table}" LIMIT 1').first() is not None
+
+
+def _versions(connection: sa.Connection) -> set[str]:
+    return {str(line[0]) for line in connection.exec_driver_sql(f"SELECT version_num FROM {VERSION_TABLE}")}
+
+
+def _newest() -> str | None:
+    """The version that Dagster's tables have when this Dagster has made them."""
+    from alembic.script import ScriptDirectory
+    from dagster_postgres.schedule_storage import schedule_storage
+    from dagster_postgres.utils import pg_alembic_config
+
+    return ScriptDirectory.from_config(pg_alembic_config(schedule_storage.__file__)).get_current_head()
 
 
 def _make_all(connection: sa.Connection) -> None:

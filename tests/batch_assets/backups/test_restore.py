@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +31,7 @@ from batch_assets.catalog import ledger
 from batch_assets.cli.backup_commands import restore_command
 from batch_assets.cli.main import app
 from batch_assets.component import dataset_definitions
+from batch_assets.dagster_internals import storages
 from batch_assets.local_dagster.home import ensure_storage
 from batch_assets.publishing.verify import ledger_of_reports, verify
 from batch_assets.request_status.dataset_status import Observer
@@ -296,6 +299,73 @@ def test_tables_that_a_killed_process_left_half_made_are_made(instance: dg.Dagst
     instance.report_runless_asset_event(dg.AssetMaterialization("a"))
     with engine.begin() as connection:
         assert connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar_one()
+
+
+MAKES_TABLES = (
+    "import sys, time\n"
+    "from batch_assets.dagster_internals import storages\n"
+    "import dagster_postgres.schedule_storage, alembic.script\n"
+    "print(flush=True)\n"
+    "sys.stdin.readline()\n"
+    "storages.postgres_urls = lambda _: [sys.argv[1]]\n"
+    "storages.make_missing_tables(None)\n"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("home", ["postgres"], indirect=True)
+def test_two_processes_make_the_missing_tables_once(instance: dg.DagsterInstance, home: Path) -> None:
+    instance.all_asset_keys()
+    engine = sa.create_engine(settings.fleet_database(), poolclass=sa.NullPool)
+    with engine.begin() as connection:
+        connection.exec_driver_sql("DROP TABLE asset_keys, secondary_indexes, instigators, alembic_version")
+    command, pipes = [sys.executable, "-c", MAKES_TABLES, settings.fleet_database()], subprocess.PIPE
+    makers = [subprocess.Popen(command, stdin=pipes, stdout=pipes, stderr=pipes, text=True) for _ in range(2)]
+    for maker in makers:
+        assert maker.stdout is not None and maker.stdout.readline()
+    with engine.begin() as holder:  # both have seen what is missing before one of them may make it
+        holder.exec_driver_sql("LOCK TABLE runs IN ACCESS EXCLUSIVE MODE")
+        for maker in makers:
+            assert maker.stdin is not None
+            maker.stdin.write("\n")
+            maker.stdin.flush()
+        time.sleep(1.0)
+    ended = [maker.communicate(timeout=60 * PATIENCE) for maker in makers]
+    assert [maker.returncode for maker in makers] == [0, 0], ended
+    with engine.begin() as connection:
+        assert connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar_one()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("home", ["postgres"], indirect=True)
+def test_tables_of_an_older_dagster_are_not_said_to_be_the_newest(instance: dg.DagsterInstance, home: Path) -> None:
+    instance.all_asset_keys()
+    engine = sa.create_engine(settings.fleet_database(), poolclass=sa.NullPool)
+    with engine.begin() as connection:
+        connection.exec_driver_sql("DROP TABLE asset_keys")
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '567bc23fd1ac'")
+    storages.make_missing_tables(instance)
+    with engine.begin() as connection:
+        found = connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar_one()
+        assert found == "567bc23fd1ac" and not sa.inspect(connection).has_table("asset_keys")
+
+
+def test_the_mark_goes_after_all_names_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, folder, file, synced = tmp_path / "home", tmp_path / "home" / "history", tmp_path / "runs.db", list[str]()
+    home.mkdir()
+    file.write_text("new")
+
+    def fsync(descriptor: int) -> None:
+        now = sorted(one.relative_to(home).as_posix() for one in home.rglob("*") if one.is_file())
+        synced.append(f"{Path(f'/proc/self/fd/{descriptor}').readlink().name}: {' '.join(now)}")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    restore.begin(home, "b")
+    restore._put(file, folder / "runs.db")
+    restore.end(home)
+    mark = restore.UNFINISHED_RESTORE
+    assert f"home: {mark}" in synced and f"history: history/runs.db {mark}" in synced
+    assert synced[-1] == f"home: history/runs.db {mark} storage.ready"
 
 
 def whole(place: Path) -> bool:
