@@ -45,7 +45,7 @@ ONE_IN = 4  # rows that a costly gate looks at while nothing speaks against the 
 COUNTED_ROWS = 20_000  # of open batches
 # What is known of a row only while it comes.
 _COUNTED = ("invalid", "repeated", "near_repeated", "length", "wrong_language")
-RULE_ROWS = 64
+RULE_ROWS, RULE_PART = 64, 16  # rows that rules look at together: so many at most, and one in so many of those before
 RULE_COLUMNS = ("row_id", "output", "finish_reason", "error", "prompt_tokens", "completion_tokens", "tries", "seconds")
 
 Mark = Callable[[Outcome], float | None]  # how bad a row is, from 0 to 1; None: the gate has nothing to say of it
@@ -187,13 +187,20 @@ class _Counts:
             del self._rows[next(iter(self._rows))]
         self._rows[row_id] = (found or 0) | (1 + 2 * marked) << 2 * place
 
-    def of(self, row_ids: Sequence[str]) -> tuple[dict[str, int], dict[str, int]]:
-        bits = Counter(self._rows.get(row_id, 0) for row_id in row_ids)
+    def of(
+        self, row_ids: Sequence[str], waiting: Mapping[str, Mapping[str, bool]]
+    ) -> tuple[dict[str, int], dict[str, int]]:
+        """`waiting`: by gate, marks of some of these rows that may not have been added yet."""
+        known = {row_id: self._rows.get(row_id, 0) for row_id in row_ids}
+        bits = Counter(known.values())
         looked_at, marked = {}, {}
-        for name, place in list(self._places.items()):
-            if rows := sum(count for found, count in bits.items() if found >> 2 * place & 1):
+        places = dict(self._places)
+        for name in dict.fromkeys([*places, *waiting]):
+            place = places.get(name, len(places))  # of a gate that has added nothing: no row has its bits
+            more = [mark for row_id, mark in waiting.get(name, {}).items() if not known[row_id] >> 2 * place & 1]
+            if rows := len(more) + sum(count for found, count in bits.items() if found >> 2 * place & 1):
                 looked_at[name] = rows
-                marked[name] = sum(count for found, count in bits.items() if found >> 2 * place & 2)
+                marked[name] = sum(more) + sum(count for found, count in bits.items() if found >> 2 * place & 2)
         return marked, looked_at
 
 
@@ -301,7 +308,8 @@ class QualityGates:
     def counted(self, outcomes: Sequence[Outcome]) -> tuple[dict[str, int], dict[str, int]]:
         """How many of these rows are bad, and of how many looked at, by the names of the gates that `marked_rows` does
         not know. For any thread; rows that were noted long ago are left out."""
-        return self._counts.of([one.row_id for one in outcomes])
+        waiting = self._rules.waiting(outcomes)  # first: a row is among these until it is counted
+        return self._counts.of([one.row_id for one in outcomes], waiting)
 
     @property
     def phrases(self) -> Sequence[str]:
@@ -328,7 +336,8 @@ class QualityGates:
 
 
 class _Rules:
-    """Some rows at a time, because a frame costs more than its rows."""
+    """Some rows at a time, because a frame costs more than its rows; fewer while few have come, so that a short run is
+    looked at, too."""
 
     def __init__(
         self, rules: Sequence[Rule], least_rows: int, json_schema: Mapping[str, Any] | None, counts: _Counts
@@ -339,15 +348,17 @@ class _Rules:
         self._rules = {one.name: SqlCondition(one.where, known) for one in rules}
         self._gates = {one.name: _Gate(one.name, "meet its condition", one.bound, least_rows) for one in rules}
         self._waiting: list[Outcome] = []
+        self._noted = 0
 
     def note(self, outcome: Outcome) -> list[GateTrip]:
         if not self._gates:
             return []
         self._waiting.append(outcome)
-        if len(self._waiting) < RULE_ROWS:
+        self._noted += 1
+        if len(self._waiting) < min(RULE_ROWS, 1 + self._noted // RULE_PART):
             return []
-        rows, self._waiting = self._waiting, []
-        columns, found = self._columns(rows), []
+        rows, found = self._waiting, []
+        columns = self._columns(rows)
         for name, gate in self._gates.items():
             for row, marked in zip(rows, self._marks(name, columns), strict=True):
                 if marked is None:
@@ -355,7 +366,24 @@ class _Rules:
                 self._counts.add(name, row.row_id, marked)
                 if (trip := gate.add(row.row_id, marked)) is not None:
                     found.append(trip)
+        self._waiting = []
         return found
+
+    def waiting(self, outcomes: Sequence[Outcome]) -> dict[str, dict[str, bool]]:
+        """By rule, the marks of those of these rows that were noted and wait for others. For any thread."""
+        ids = {one.row_id for one in list(self._waiting)}
+        rows = [one for one in outcomes if one.row_id in ids]
+        if not rows:
+            return {}
+        columns = self._columns(rows)
+        return {
+            name: {
+                row.row_id: marked
+                for row, marked in zip(rows, self._marks(name, columns), strict=True)
+                if marked is not None
+            }
+            for name in self._gates
+        }
 
     def _marks(self, name: str, columns: Mapping[str, list[Any]]) -> Sequence[bool | None]:
         """For each row whether it meets the condition; None of one with a value that no function of the rule takes."""

@@ -295,6 +295,23 @@ def test_rules_look_at_the_outcome_and_at_the_fields_of_its_json() -> None:
     assert "meet its condition" in found[0][1].describe() and "score" not in found[0][1].describe()
 
 
+def test_rules_pause_a_run_of_few_rows() -> None:
+    """As every other gate: 30 rows are fewer than rules look at together later on."""
+    gates = QualityGates(GateBounds(empty=0.1, rules=(Rule("same", "output = ''", 0.1),), least_rows=20))
+    found = {trip.gate: number for number, trip in trips(gates, [row(number, "") for number in range(30)])}
+    assert found["empty"] == 20 and 20 <= found["same"] <= 22
+
+
+@pytest.mark.parametrize("before", [0, 7, 1_000])
+def test_a_batch_has_the_rates_of_rules_whose_rows_came_just_now(before: int) -> None:
+    gates = QualityGates(GateBounds(rules=(Rule("low", "score < 3", 0.9),)), json_schema=SCHEMA)
+    assert not trips(gates, [row(number, '{"score": 5}') for number in range(before)])
+    rows = [row(before + number, f'{{"score": {number}}}') for number in range(10)]
+    assert not trips(gates, rows)
+    assert gates.counted(rows) == ({"low": 3}, {"low": 10})
+    assert gates.counted([*rows, row(5_000, '{"score": 1}')]) == ({"low": 3}, {"low": 10})  # one that never came
+
+
 def test_a_value_that_a_rule_cannot_take_hides_no_other_row_from_it() -> None:
     rules = (Rule("low", "CAST(output AS BIGINT) < 3", 0.2),)
     gates = QualityGates(GateBounds(rules=rules))
