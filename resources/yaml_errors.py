@@ -41,6 +41,14 @@ _BOUNDS = {
     "string_too_long": ("at most this many characters:", "max_length"),
 }
 
+_FORMS = {  # what a pattern asks for, as people say it
+    "^[a-z]{2}$": "two small letters, a language by ISO 639-1 (en)",
+    "^[a-z]{2,3}$": "two or three small letters, a language by ISO 639 (en)",
+    r"^[a-z0-9][a-z0-9._-]{0,62}$": "at most 63 small letters, digits, dots, - and _, a letter or digit first",
+    r"^[1-9][0-9]{0,3}[smhd]$": "a whole number and s, m, h or d (24h)",
+    r"^[A-Za-z_][A-Za-z0-9_]*$": "a name of letters, digits and _, no digit first",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -100,7 +108,7 @@ def nearest(word: str, known: Sequence[str]) -> str:
     """`Did you mean …?`, or the list of what there is."""
     if (match := near_miss(word, known)) is not None:
         return f"Did you mean {match!r}?"
-    return f"Known here: {', '.join(known)}"
+    return f"Known here: {', '.join(known)}" if known else "There are none here."
 
 
 def near_miss(word: str, known: Sequence[str]) -> str | None:
@@ -134,6 +142,9 @@ def problem_of(detail: dict[str, Any], model: type[BaseModel], data: object) -> 
     if kind in _BOUNDS:
         words, name = _BOUNDS[kind]
         return Problem(key, f"{words} {context[name]}", found)
+    if kind == "string_pattern_mismatch":
+        pattern = str(context["pattern"])
+        return Problem(key, _FORMS.get(pattern, f"text of the form {pattern}"), found)
     hint = _QUOTE if kind == "string_type" and isinstance(detail["input"], bool | int | float) else ""
     return Problem(key, _KINDS.get(kind, str(detail["msg"])), _with_type(detail["input"]), hint)
 

@@ -61,10 +61,10 @@ from batch_assets.publishing.dead_letters import dead_letters
 from batch_assets.publishing.publish import IncompleteSnapshot, publish
 from batch_assets.publishing.published_table import published_table
 from batch_assets.snapshot.builder import build_snapshot, delete_streamed
-from batch_assets.snapshot.reuse import ReusableRows, find_reusable
+from batch_assets.snapshot.reuse import ReusableRows, find_reusable, refuse_unknown
 from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.chain import wanting
-from batch_assets.spec.discovery import Datasets, known_datasets
+from batch_assets.spec.discovery import Datasets, declarations, known_datasets
 from batch_assets.spec.endpoint_limits import endpoint_limits
 from batch_assets.spec.errors import SpecError
 from batch_assets.spec.export_options import ExportError
@@ -175,6 +175,7 @@ def read_source(
         spec = at_its_place(spec, context.instance, store.objects)
     refuse_empty_store(context.instance, store)  # before anything is written there
     self_test(store.objects)
+    _refuse_unknown_reuse(spec, store)
     with temporary_folder() as folder, fleet.alive(context.run.run_id, spec.name, "reading the source") as fleet_db:
         if STREAMING_TAG in tags:
             part = _committed_so_far(context, spec, store, folder)
@@ -314,6 +315,15 @@ def _read_table(source: SourceSpec, manifest: SnapshotManifest, store: DatasetSt
     """Whether a simulator wrote some of the table of another dataset that a snapshot has read."""
     table = published_table(store_of(source, store.objects), manifest.upstream_version)
     return table is not None and table.simulated
+
+
+def _refuse_unknown_reuse(spec: GeneratedDatasetSpec, store: DatasetStore) -> None:
+    """Raise SourceError for a name of `reuse` that is of no dataset. Of one that is declared in Python nobody knows
+    which others are."""
+    declared = known_datasets()
+    if spec.reuse and spec.name in declared:
+        broken = {name for file in declarations().broken for name in file.names}
+        refuse_unknown(spec.reuse, {*declared, *broken}, store.objects)
 
 
 def _found_reusable(

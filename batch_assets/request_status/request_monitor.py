@@ -266,9 +266,19 @@ class RequestMonitor:
             self._figures = sight.figures
             if self._checker is not None and (again := self._checker.make_lost_batches_again(sight)):
                 return ProgressUpdate("verify", again, sight.figures, remark=again)
-            said = f"every batch is committed, but the table was not published: {failure_text_of(self._instance, runs)}"
-            return _ended(RunResult(False, said, tuple(run.run_id for run in runs)), sight.figures)
+            why = failure_text_of(self._instance, runs)
+            return _ended(
+                RunResult(False, self._unpublished(sight, why), tuple(run.run_id for run in runs)), sight.figures
+            )
         return ProgressUpdate("publish", "publishing the table", sight.figures, rate)
+
+    def _unpublished(self, sight: DatasetObservation, why: str) -> str:
+        """What the last publication has not made: the table, or something of it, as the rows that pass."""
+        table = self.observer.table()
+        if table is None or table.version not in sight.table_versions:
+            return f"every batch is committed, but the table was not published: {why}"
+        again = f"When that is mended, `batch-assets run {self._dataset}` makes it, and asks no row"
+        return f"the table is published, but not all that is made of it: {why}\n{again}"
 
     def _published(self, sight: DatasetObservation, run_id: str) -> ProgressUpdate:
         """The catalog says that all is done. Is it?"""

@@ -15,6 +15,7 @@ import numpy as np
 import orjson
 import pyarrow as pa
 
+from batch_assets.snapshot.evaluation_files import check_evaluation_files
 from batch_assets.snapshot.files import Stage
 from batch_assets.snapshot.grouping import rows_of, where_of_rows
 from batch_assets.snapshot.json_types import ColumnKinds, arrow_type, to_arrow
@@ -185,8 +186,9 @@ class RowCheck:
     """What makes a row of a source unusable, block after block: the same for a snapshot and for a preview."""
 
     def __init__(self, spec: GeneratedDatasetSpec, base: Path, wanted: WantedRows | None = None) -> None:
-        """`base`: where files of the prompt lie. Raises SourceError for those that cannot be used."""
+        """`base`: where files of the prompt and the filter lie. Raises SourceError for those that cannot be used."""
         self._spec, self._prompts = spec, Prompts(spec, base)
+        check_evaluation_files(spec, base)
         self._wanted = wanted
         self.read: dict[str, int] = {}  # of `wanted`, by stratum
         self._where = where_of_rows(spec)

@@ -12,7 +12,7 @@ import itertools
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,12 +26,14 @@ from batch_assets.snapshot.files import STAGE_BYTES, Buckets
 from batch_assets.snapshot.integrity import damaged_files, unlike_checksums
 from batch_assets.snapshot.placement import open_database, quoted
 from batch_assets.snapshot.row_index import PART_ROWS, ColumnFile, key_halves, row_places, snapshot_rows
+from batch_assets.snapshot.source.errors import SourceError
 from resources.objects.object_read_ahead import read_ahead, threads_for
 from resources.objects.opening import CorruptObject, Objects
 from resources.store.dataset_store import BatchEntry, BatchObject, DatasetStore, SnapshotManifest
 from resources.store.outcome_columns import REUSED_FROM
 from resources.store.outcome_tables import outcome_schema
 from resources.store.reusable_answers import ReusableAnswers
+from resources.yaml_errors import nearest
 
 if TYPE_CHECKING:
     import duckdb
@@ -89,6 +91,17 @@ def find_reusable(
             shutil.rmtree(folder)  # the rows of a whole dataset, and there may be thousands of them
     answers = ReusableAnswers(store.objects, store.dataset, reuse)
     return _write(answers, manifest.snapshot, buckets, threads_for(store.objects))
+
+
+def refuse_unknown(reuse: bool | Sequence[str], declared: Collection[str], objects: Objects) -> None:
+    """Raise SourceError for a name of `reuse` that is of no dataset, neither one that is `declared` nor one of the
+    store: a misspelt one would have everything paid again in silence."""
+    for index, name in enumerate(reuse if not isinstance(reuse, bool) else ()):
+        if name not in declared and next(objects.list(f"{name}/"), None) is None:
+            hint = nearest(name, sorted({*declared, *dataset_names(objects)}))
+            raise SourceError(
+                f"reuse.{index}: expected a dataset that is declared or lies in the store, found {name!r}. {hint}"
+            )
 
 
 def dataset_names(objects: Objects) -> list[str]:

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from support.specs import spec
 
+from batch_assets.capacity_planning.preview_rows import first_rows
 from batch_assets.capacity_planning.workload_estimate import PromptLengths, work_of, work_of_source
+from batch_assets.snapshot.source.errors import SourceError
 from gpu_runner.token_price import TokenPrice
 
 
@@ -48,3 +50,43 @@ def test_a_row_may_cost_as_much_as_the_longest_answer_that_it_is_asked_again_for
     once = work_of(spec(sampling={"max_tokens": 5000}).generation(), 10, 10, PromptLengths(20.0, 40.0), ())
     price = TokenPrice(1.0, 10.0)
     assert work.row_usd(price) == once.row_usd(price) > 5000 * 10 / 1e6
+
+
+@pytest.mark.parametrize("name", ["q.csv", "q.jsonl"])
+@pytest.mark.parametrize("wrong", [{"id": "nope"}, {"keep_columns": ["nope"]}])
+def test_a_plan_refuses_a_source_without_a_column_that_a_run_would_need(
+    tmp_path: Path, name: str, wrong: dict[str, object]
+) -> None:
+    (tmp_path / "q.csv").write_text("q,number\ntea,1\n")
+    (tmp_path / "q.jsonl").write_text('{"q": "tea", "number": 1}\n')
+    declared = spec(source={"path": name}, **wrong)
+    with pytest.raises(SourceError) as planned:
+        work_of_source(declared, tmp_path)
+    with pytest.raises(SourceError) as previewed:
+        first_rows(declared, tmp_path, 1)
+    assert str(planned.value) == str(previewed.value)
+    assert str(planned.value).startswith(f"{name}: expected column 'nope', found")
+
+
+def test_a_plan_of_a_source_with_all_its_columns_counts_its_rows(tmp_path: Path) -> None:
+    (tmp_path / "q.csv").write_text("q,number,kept\ntea,1,\nrice,2,x\n")
+    declared = spec(source={"path": "q.csv"}, id="number", keep_columns=["kept"])
+    assert work_of_source(declared, tmp_path).rows == 2
+    (tmp_path / "q.jsonl").write_text('{"q": "tea", "id": 1}\n{"q": "rice", "id": 2, "kept": "x"}\n')
+    assert work_of_source(spec(id="id", keep_columns=["kept"]), tmp_path).rows == 2
+
+
+def test_a_file_that_the_filter_needs_is_missed_before_a_row_is_asked(tmp_path: Path) -> None:
+    (tmp_path / "q.jsonl").write_text('{"q": "tea"}\n')
+    declared = spec(filter={"leaked": {"overlap": {"column": "output", "files": "tests.jsonl", "text": "text"}}})
+    for look in (lambda: work_of_source(declared, tmp_path), lambda: first_rows(declared, tmp_path, 1)):
+        with pytest.raises(SourceError, match=r"^filter\.leaked\.overlap: tests\.jsonl: no such file below "):
+            look()
+    (tmp_path / "tests.jsonl").write_text('{"question": "What is tea?"}\n')
+    for look in (lambda: work_of_source(declared, tmp_path), lambda: first_rows(declared, tmp_path, 1)):
+        with pytest.raises(
+            SourceError, match=r"^filter\.leaked\.overlap: tests\.jsonl: .*column 'text', found 'question'"
+        ):
+            look()
+    (tmp_path / "tests.jsonl").write_text('{"text": "What is tea made of, and where?"}\n')
+    assert work_of_source(declared, tmp_path).rows == len(first_rows(declared, tmp_path, 1)) == 1

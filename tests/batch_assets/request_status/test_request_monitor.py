@@ -373,6 +373,22 @@ def test_three_failed_publications_end_it_with_their_reason(site: RequestedDatas
     assert ending.said.endswith("the table was not published: no space left")
 
 
+def test_a_table_of_which_the_filter_failed_is_not_called_unpublished(site: RequestedDataset):
+    request = site.run(S.SUCCESS, REFRESH)
+    site.commit()
+    published_table_run = site.publish()
+    site.instance.delete_run(published_table_run)
+    sight = site.observer.look()
+    versions = {key: found.version for key, found in sight.current.items()}
+    tags = {PUBLISH_TAG: ledger_state(site.manifest.snapshot, sight.entries, versions)}
+    for _ in range(3):
+        site.failing("filter.a: nofile.jsonl: no such file", tags, job="d_publish")
+    ending = site.look(request).ending
+    assert ending is not None and not ending.ok
+    assert ending.said.startswith("the table is published, but not all that is made of it: filter.a: nofile.jsonl")
+    assert "`batch-assets run d` makes it, and asks no row" in ending.said
+
+
 class Canceling:
     """A Dagster that cancels a run when it is asked for the second time, as a busy one does."""
 

@@ -16,7 +16,8 @@ from support.snapshots import SourceRow, commit, current_path, overwrite, questi
 
 from batch_assets.generation.range_plan import vector_length
 from batch_assets.snapshot import reuse as reuse_module
-from batch_assets.snapshot.reuse import ReusableRows, dataset_names, find_reusable
+from batch_assets.snapshot.reuse import ReusableRows, dataset_names, find_reusable, refuse_unknown
+from batch_assets.snapshot.source.errors import SourceError
 from gpu_runner.rows import Outcome, Row
 from resources.objects.opening import CorruptObject, Objects
 from resources.store.dataset_store import FOOTER_KEY, BatchObject, DatasetStore, SnapshotManifest
@@ -392,3 +393,13 @@ def test_a_file_beside_the_datasets_is_none(tmp_path: Path, any_objects: Objects
         any_objects.put(name, b"text")
     store, manifest = new_dataset(any_objects, questions(10))
     assert find_reusable(store, manifest, True, workdir=tmp_path).datasets == {"a": 10}
+
+
+def test_a_misspelt_name_is_refused_and_does_not_pay_all_again(local_objects: Objects) -> None:
+    paid(local_objects, "glossary", questions(3))
+    for known in (True, False, ["glossary"], ["terms"], []):  # of the store, or declared and not made yet
+        refuse_unknown(known, {"d", "terms"}, local_objects)
+    with pytest.raises(
+        SourceError, match=r"^reuse\.1: expected a dataset that .* found 'glosary'\. Did you mean 'glossary'\?"
+    ):
+        refuse_unknown(["terms", "glosary"], {"d", "terms"}, local_objects)

@@ -147,6 +147,28 @@ def test_dedupe_is_on_by_default_exactly_when_the_temperature_is_0(attributes: d
 
 
 @pytest.mark.parametrize(
+    ("attributes", "said"),
+    [
+        (
+            {"filter": {"a": {"language": {"column": "output", "allowed": ["english"]}}}},
+            "filter.a.language.allowed.0: expected two small letters, a language by ISO 639-1 (en), found 'english'",
+        ),
+        (
+            {"gates": {"language": {"allowed": ["english"]}}},
+            "gates.language.allowed.0: expected two or three small letters, a language by ISO 639 (en), found",
+        ),
+        (
+            {"filter": {"a": {"where": "tries < 2", "remove": True}}, "want": {"rows": 5, "per": "topic"}},
+            "want.per: expected one of keep_columns, found 'topic'. There are none here.",
+        ),
+    ],
+)
+def test_an_error_is_said_in_words(attributes: dict[str, Any], said: str) -> None:
+    message = problem(**attributes)
+    assert said in message and "pattern" not in message and "Known here" not in message
+
+
+@pytest.mark.parametrize(
     ("attributes", "key", "words"),
     [
         ({"taks": "chat"}, "taks", "Did you mean 'task'?"),
