@@ -209,9 +209,13 @@ def filter_lines(status: DatasetStatus) -> list[str]:
     """How many rows of the table pass its filter, and by which rules the others fell out."""
     if status.rows_passed is None or status.rows_fallen is None:
         return []
-    rules = ", ".join(f"{name} {count:,}" for name, count in (status.fallen_by_rule or {}).items() if count)
+    counts = {name: count for name, count in (status.fallen_by_rule or {}).items() if count}
+    rules = ", ".join(f"{name} {count:,}" for name, count in counts.items())
+    rules += ", some by several of these" if sum(counts.values()) > status.rows_fallen else ""
     said = f"{status.rows_passed:,} of {status.rows_passed + status.rows_fallen:,} rows pass the filter"
-    said += "" if status.rows_wanted is None else f", {status.rows_wanted:,} are wanted"
+    if status.rows_wanted is not None:
+        missing = status.rows_wanted - status.rows_passed
+        said += f", {status.rows_wanted:,} are wanted" + (f": {missing:,} are missing" if missing > 0 else "")
     return [f"{status.dataset}: {said}{f' (fell out: {rules})' if rules else ''}"]
 
 

@@ -128,4 +128,9 @@ def _lines(record: ExportRecord, to: str) -> list[str]:
     made = f"{rows:,} pairs of" if "group_by" in record.options else f"{rows:,} of"
     lines = [f"{record.dataset}: {made} {record.lines:,} rows exported{split} (version {record.version})"]
     lines += [f"  {count:,} left out: they {_WHY.get(reason, reason)}" for reason, count in record.left_out.items()]
+    if rows and record.options.get("validation") and not record.rows.get(VALIDATION):
+        lines.append(
+            f"  no row is for validation: no value of {record.options['split_by']!r} falls into a share of "
+            f"{record.options['validation']:g}; take a larger one, or a column of more values"
+        )
     return [*lines, f"files: {to}"]

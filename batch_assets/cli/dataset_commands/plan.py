@@ -36,6 +36,8 @@ from batch_assets.spec.models import GeneratedDatasetSpec
 from gpu_runner.money import format_usd, round_up_usd
 from gpu_runner.offers.workload import Assumption, Subject, Workload
 from gpu_runner.planner.types import Candidate, ControlTiming, Interval, Plan, Target
+from resources.fleet.fleet_config import FleetConfigError
+from resources.fleet.resource import FleetConfig
 from resources.store.dataset_store import DatasetStore
 
 CURVE_LINES = 12
@@ -106,10 +108,24 @@ def proposal(spec: GeneratedDatasetSpec, folder: Path, tags: Mapping[str, str]) 
         around = FleetView.look(fleet, fleet_db)
         found = propose(around, fleet_db, spec, work, tags, timing, request)
     found = replace(found, problems=(*found.problems, *work.problems))
+    if unusable := _unusable_user(spec, around.config):
+        found = replace(found, problems=(*found.problems, unusable))
     if around.config.only_plays(spec.model):
         played = f"there are simulated providers alone: `batch-assets run {spec.name}` takes them with --simulate only"
         found = replace(found, problems=(*found.problems, played))
     return found
+
+
+def _unusable_user(spec: GeneratedDatasetSpec, config: FleetConfig) -> str:
+    """What a run would refuse of the engine that plays the user, or ""."""
+    user = spec.prompt.user_model
+    if user is None or user.engine is None or user.model is None:
+        return ""
+    try:
+        config.user_engine(user.engine, user.model)
+    except FleetConfigError as error:
+        return str(error)
+    return ""
 
 
 def _with_changes(work: Workload, changed: DeclaredChanges, dataset: str) -> Workload:

@@ -235,7 +235,8 @@ def _print(found: Preview, *, asked: bool) -> None:
     if not asked:
         engine = next((f"--engine {name}" for name in engines_of(found.model)), "--endpoint URL")
         say(f"nothing was asked. With an engine: batch-assets preview {found.dataset} {engine}")
-    say("nothing was written: these answers are in no batch and no catalog")
+    else:
+        say("nothing was written: these answers are in no batch and no catalog")
 
 
 def _print_row(say: Any, number: int, row: PreviewRow, counter: TokenCounter) -> None:

@@ -262,6 +262,7 @@ def success(status: DatasetStatus, runner: Runner) -> list[str]:
     if runner.request.redrive_error is not None:
         before = runner.dead_before or 0
         made = f"{max(0, before - status.dead):,} of {before:,} dead letters are answered now"
+        made = made if before else "there are no dead letters to try again"
     elif runner.generated:
         made = f"{runner.generated:,} rows generated{engine} in {duration(runner.seconds)}"
     else:

@@ -364,6 +364,16 @@ def test_an_export_that_is_ended_leaves_no_work_files_and_goes_on(
     assert found.exit_code == 0 and "49 of 50 rows exported" in found.stdout
 
 
+def test_a_share_for_validation_into_which_no_value_falls_is_said(sums: Published) -> None:
+    some = sums.export("messages", validation=0.3)
+    none = sums.export("messages", open_objects(f"{sums.to}-none"), validation=0.001)
+    assert not any("no row is for validation" in line for line in export_command._lines(some, "there"))
+    assert export_command._lines(none, "there")[-2] == (
+        "  no row is for validation: no value of 'prompt' falls into a share of 0.001; take a larger one, or a column "
+        "of more values"
+    )
+
+
 def test_an_export_that_was_cut_off_goes_on_with_its_version(
     sums: Published, command: Callable[..., Result], tmp_path: Path
 ) -> None:

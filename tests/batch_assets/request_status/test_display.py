@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 
+import pytest
 from rich.console import Console
 
 from batch_assets.catalog.progress import Figures
-from batch_assets.request_status.display import Lines
+from batch_assets.request_status.display import Lines, filter_lines
 from batch_assets.request_status.request_monitor import ProgressUpdate
 
 FAILS = "run 1a2b3c4d: every request fails since 12:00:00: http_429: Rate limit reached"
@@ -33,3 +35,18 @@ def test_a_line_that_stays_as_it_was_comes_ever_more_seldom_and_says_for_how_lon
 
 def test_while_rows_are_answered_there_is_a_line_every_ten_seconds() -> None:
     assert len(lines_of(100, 1)) == 10
+
+
+@pytest.mark.parametrize(
+    ("passed", "wanted", "fallen", "expected"),
+    [
+        (5, 8, {"a": 25, "b": 1}, ", 8 are wanted: 3 are missing (fell out: a 25, b 1, some by several of these)"),
+        (5, 5, {"accept": 24, "long": 1}, ", 5 are wanted (fell out: accept 24, long 1)"),
+        (5, None, {"accept": 25}, " (fell out: accept 25)"),
+    ],
+)  # fmt: skip
+def test_rows_that_are_wanted_and_missing_are_said_beside_those_that_pass(
+    passed: int, wanted: int | None, fallen: dict[str, int], expected: str
+) -> None:
+    status = SimpleNamespace(dataset="d", rows_passed=passed, rows_fallen=25, rows_wanted=wanted, fallen_by_rule=fallen)
+    assert filter_lines(status) == [f"d: 5 of 30 rows pass the filter{expected}"]  # type: ignore[arg-type]

@@ -454,6 +454,15 @@ def test_an_endpoint_without_a_price_is_planned_for_as_a_run_takes_it(home: Path
     assert f"assumed: {said}" in printed and "1 × lab" in printed
 
 
+def test_an_engine_of_the_users_model_that_a_run_would_refuse_is_a_problem(home: Path) -> None:
+    """`plan` said nothing of it, and three runs failed."""
+    told = {"system": "Ask on.", "opening": "Hello", "turns": 2, "model": "played/model", "engine": "nope"}
+    declare(home, prompt={**SPEC["prompt"], "user_model": told})
+    assert plan()[1]["problems"] == [
+        "prompt.user_model.engine: expected an engine of kind endpoint in fleet.yaml (none), found 'nope'"
+    ]
+
+
 def test_an_endpoint_without_a_price_is_named_beside_what_a_deadline_rents(home: Path) -> None:
     document = yaml.safe_load((home / "fleet.yaml").read_text())
     played = {"name": "lab", "kind": "simulated", "models": [SPEC["model"]]}

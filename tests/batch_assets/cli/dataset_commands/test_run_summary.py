@@ -44,6 +44,8 @@ def test_a_redrive_says_how_many_dead_letters_are_answered_now() -> None:
     status = SimpleNamespace(dataset="d", rows=1000, table_rows=1000, batches=4, table="t", simulated=False, **counts)
     runner = SimpleNamespace(generated=0, seconds=3.0, request=Request("d", redrive_error=""), dead_before=680)
     assert success(status, runner)[0] == "d: 678 of 680 dead letters are answered now"  # type: ignore[arg-type]
+    runner.dead_before = status.dead = 0
+    assert success(status, runner)[0] == "d: there are no dead letters to try again"  # type: ignore[arg-type]
 
 
 def test_dead_letters_are_counted_by_error_with_an_example() -> None:
