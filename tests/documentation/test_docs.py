@@ -236,6 +236,11 @@ def make_source(spec: GeneratedDatasetSpec, folder: Path, request: pytest.Fixtur
     ):
         if text is not None:
             (folder / text).write_text(content)
+    for rule in (spec.filter or {}).values():
+        if rule.overlap is not None:
+            found = folder / str(rule.overlap.files).replace("*", "test")
+            found.parent.mkdir(parents=True, exist_ok=True)
+            found.write_text(json.dumps({rule.overlap.text: "Which words are in both?"}))
     rows |= {"stars": [1] * ROWS, "lang": ["en"] * ROWS, "price": [12.5] * ROWS} if spec.source.where else {}
     on_hub = hub_address(spec.source.path)
     name = on_hub.path if on_hub is not None else spec.source.path.removeprefix("s3://bucket/")
