@@ -117,6 +117,7 @@ def test_no_text_of_a_row_is_in_its_log(server: EngineProcess) -> None:
     assert "nobody else writes" not in log and (len(answer) < 8 or answer not in log)
 
 
+@pytest.mark.slow
 def test_another_process_at_the_address_shows_in_start_time_and_counters(gguf_files: Path) -> None:
     async def load(process: EngineProcess) -> Any:
         async with client(process, {"max_tokens": 20}) as engine:
@@ -211,6 +212,7 @@ def _engine_process(process: EngineProcess) -> psutil.Process:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

@@ -129,6 +129,7 @@ def test_every_dotted_name_of_the_code_exists(page: Path) -> None:
         assert dotted_exists(found[1]), f"{page.name}, line {line}: {found[1]}"
 
 
+@pytest.mark.slow
 def test_every_function_of_the_architecture_is_in_its_module() -> None:
     found = LINK_AND_NAME.findall(ARCHITECTURE.read_text())
     assert sum(bool(name) for _, name in found) > 50

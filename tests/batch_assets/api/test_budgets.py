@@ -34,6 +34,7 @@ async def paused(site: ApiService, batch_id: str) -> Any:
     return batch
 
 
+@pytest.mark.slow
 def test_a_batch_waits_at_its_budget_and_ends_with_its_window(tmp_path: Path) -> None:
     async def steps(url: str) -> None:
         async with api_service(tmp_path, url, prices=PRICES) as site:

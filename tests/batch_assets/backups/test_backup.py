@@ -106,6 +106,7 @@ def test_a_backup_in_the_middle_of_writes_is_of_one_moment(
     assert last.age_seconds is not None
 
 
+@pytest.mark.slow
 @ON_BOTH
 def test_all_databases_are_in_it(
     instance: dg.DagsterInstance, fleet_db: FleetDatabase, objects: Objects, home: Path
@@ -173,6 +174,7 @@ def test_a_deletion_that_breaks_off_leaves_no_half_backup(
     assert [*backups(objects)] == []
 
 
+@pytest.mark.slow
 def test_the_run_of_the_schedule_makes_one_and_says_so(instance: dg.DagsterInstance, home: Path) -> None:
     done = dg.materialize([backup_asset], instance=instance, resources=resources(home))
     (event,) = done.get_asset_materialization_events()

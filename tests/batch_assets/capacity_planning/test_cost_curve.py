@@ -182,6 +182,7 @@ candidates = st.builds(Candidate, fleets, intervals, intervals)
 limits = st.none() | st.floats(-1e9, 1e9)
 
 
+@pytest.mark.slow
 @given(st.lists(candidates, max_size=6), st.none() | candidates, limits, limits.map(lambda usd: usd and abs(usd)))
 def test_no_plan_breaks_the_picture_and_nothing_lies_outside(
     curve: list[Candidate], chosen: Candidate | None, deadline: float | None, budget: float | None

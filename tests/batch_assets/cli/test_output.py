@@ -45,6 +45,7 @@ def test_nothing_in_json_steers_a_terminal(capsys: pytest.CaptureFixture[str]) -
     assert json.loads(said) == value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [None, "40"])
 def test_the_name_of_a_dataset_is_whole_in_the_table_of_status(
     home: Path, columns: str | None, monkeypatch: pytest.MonkeyPatch

@@ -72,6 +72,7 @@ def test_nothing_is_reported_of_nothing(instance: dg.DagsterInstance):
     assert written(instance, dg.DagsterEventType.ASSET_MATERIALIZATION) == []
 
 
+@pytest.mark.slow
 def test_events_are_read_in_groups_and_those_before_an_error_are_written(instance: dg.DagsterInstance):
     def events() -> Iterator[dg.AssetMaterialization]:
         yield from (made(key) for key in KEYS[:700])

@@ -165,6 +165,7 @@ def test_what_fails_halfway_is_not_written(kept: dg.DagsterInstance, stock: dg.D
     tick(kept, time.time())
 
 
+@pytest.mark.slow
 def test_many_threads_write_at_once(kept: dg.DagsterInstance):
     now = time.time()
     with ThreadPoolExecutor(16) as pool:

@@ -82,6 +82,7 @@ QUEUE: Callable[[RunsWatch], DagsterDaemon[Any]] = lambda watch: WokenQueue(HOUR
 RETRIES: Callable[[RunsWatch], DagsterDaemon[Any]] = lambda watch: WokenRetries(HOUR, watch)  # noqa: E731
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("daemon", "event"), [(SENSORS, "sensors"), (QUEUE, "queue"), (RETRIES, "retries")], ids=["s", "q", "r"]
 )

@@ -55,6 +55,7 @@ def files_of(objects: Objects, prefix: str = "") -> dict[str, bytes]:
     return {info.path: objects.get(info.path) for info in objects.list(prefix)}
 
 
+@pytest.mark.slow
 def test_an_export_is_a_version_in_the_store_that_current_names(any_objects: Objects, tmp_path: Path) -> None:
     store = published(any_objects, tmp_path)
     found = write(store, tmp_path)

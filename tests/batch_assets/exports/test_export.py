@@ -76,6 +76,7 @@ def sums(local_objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     return published(local_objects, tmp_path, questions(50))
 
 
+@pytest.mark.slow
 def test_an_export_is_the_same_on_a_folder_and_on_s3(any_objects: Objects, tmp_path: Path) -> None:
     found = published(any_objects, tmp_path, questions(50))
     target = open_objects(f"{any_objects.root}/exported")
@@ -328,6 +329,7 @@ def test_parquet_has_row_groups_as_large_as_those_of_the_table(local_objects: Ob
         assert (file.metadata.num_rows, file.metadata.num_row_groups) == (2499, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "said"),
     [

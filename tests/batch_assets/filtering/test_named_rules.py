@@ -103,6 +103,7 @@ def test_of_equal_texts_the_first_that_has_not_fallen_out_stays(local_objects: O
     assert apply(store, tmp_path, **dict(reversed(rules.items())))[0] == [["good"], ["again"], ["again"], []]
 
 
+@pytest.mark.slow
 def test_planted_near_duplicates_are_found_and_others_are_left(local_objects: Objects, tmp_path: Path) -> None:
     draw = random.Random(1)
     texts = [" ".join(draw.choices(WORDS, k=60)) for _ in range(400)]

@@ -135,6 +135,7 @@ class Killed(BaseException):
     """The process ends here."""
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_write_leaves_the_former_rows_and_its_retry_makes_the_same_files(
     local_objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,6 +113,7 @@ def test_rounds_end_with_exactly_the_rows_that_are_wanted_and_hardly_more_are_ma
     assert table is not None and table.rows == made[-1]
 
 
+@pytest.mark.slow
 def test_a_round_that_is_read_twice_or_was_interrupted_is_the_same_and_no_finished_batch_changes(
     rounds: Rounds,
 ) -> None:
@@ -219,6 +220,7 @@ def test_a_table_that_is_made_anew_of_the_same_rows_counts_when_it_is_filtered(r
     assert found.accepted == 50 and not found.grows
 
 
+@pytest.mark.slow
 def test_samples_count_as_rows(rounds: Rounds) -> None:
     rounds.write(2000, lambda n: n % 2 == 0)
     made, _ = rounds.until_done(declared(samples=4))

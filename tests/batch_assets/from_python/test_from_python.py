@@ -134,6 +134,7 @@ def test_datasets_that_read_each_other_in_a_circle_are_refused(home: Path) -> No
         generated_datasets(*specs)
 
 
+@pytest.mark.slow
 @given(st.lists(st.text() | st.none(), min_size=1, max_size=20), st.integers(1, 20))
 def test_how_a_frame_came_about_does_not_change_its_file(values: list[str | None], cut: int) -> None:
     frame = pl.DataFrame({"city": pl.Series(values, dtype=pl.String)})

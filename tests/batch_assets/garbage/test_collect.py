@@ -158,6 +158,7 @@ steps = st.lists(
 )
 
 
+@pytest.mark.slow
 @property_test(5, 300, done=steps, keep=st.integers(1, 3))
 def test_everything_that_is_referenced_can_be_read_and_nothing_is_asked_again(
     done: list[tuple[Any, ...]], keep: int
@@ -331,6 +332,7 @@ def test_what_a_killed_upload_left_is_found(local_objects: Objects, tmp_path: Pa
     assert not (tmp_path / "store" / "d" / ".writing-abc").exists()
 
 
+@pytest.mark.slow
 def test_the_command_counts_first_and_deletes_when_told(
     history: History, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,7 @@ def test_rows_that_turn_bad_are_seen_within_a_few_hundred() -> None:
     assert found is not None and 700 <= found < 900
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bound", [0.01, 0.1, 0.5, 0.9])
 def test_a_rate_at_its_bound_trips_nothing(bound: float) -> None:
     drawn = random.Random(2)

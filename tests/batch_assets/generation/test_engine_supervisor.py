@@ -99,6 +99,7 @@ def requests(engine: SimulatedEngine) -> int:
     return int(engine.get("/simulator/stats")["requests"])
 
 
+@pytest.mark.slow
 def test_one_engine_does_it_all_is_handed_on_with_the_last_rows_and_given_back_once(tmp_path: Path):
     with engines(1, speed="50") as found, a_job(tmp_path, client := FleetClient(*found)) as job:
         assert job.work() == ""
@@ -443,6 +444,7 @@ def test_an_engine_that_is_being_left_is_not_handed_on(tmp_path: Path):
     assert "i1" not in client.handed_on
 
 
+@pytest.mark.slow
 def test_once_another_run_has_the_engine_ours_pays_no_more(tmp_path: Path):
     with engines(1, speed="1") as found, a_job(tmp_path, client := FleetClient(*found), rows=60) as job:
         job.work(until=lambda: job.run.progress().rows_done > 5)

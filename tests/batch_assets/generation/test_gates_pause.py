@@ -144,6 +144,7 @@ def test_each_batch_of_a_judge_has_the_mean_of_its_votes(tmp_path: Path, engine:
         assert [(one["mean_score"], one["dead"]) for _, _, one in site.events()] == [(2.5, 0), (2.0, 1)]
 
 
+@pytest.mark.slow
 def test_a_language_that_nobody_tells_ends_the_run_before_an_engine_is_asked(
     tmp_path: Path, engine: PlainEngine
 ) -> None:

@@ -52,6 +52,7 @@ def site(tmp_path: Path) -> Iterator[DatasetProject]:
         yield site
 
 
+@pytest.mark.slow
 def test_a_range_run_writes_one_entry_per_batch_with_the_five_version_tags(
     site: DatasetProject, engine: SimulatedEngine
 ):
@@ -125,6 +126,7 @@ def test_a_failure_names_the_missing_batches_and_keeps_the_committed_ones(
     assert site.fleet_db.runs() == []
 
 
+@pytest.mark.slow
 def test_a_run_whose_engine_refuses_every_request_says_so_to_the_launcher(site: DatasetProject):
     asked = {RANGE_START_TAG: "00000", RANGE_END_TAG: "00003", REQUEST_TAG: "r"}
     with simulated_engine(model="another") as engine:
@@ -229,6 +231,7 @@ def test_regenerate_writes_the_next_generation_of_every_batch(site: DatasetProje
         assert {o.origin.run_id for o in site.store.outcomes(objects[1])} == {result.run_id}
 
 
+@pytest.mark.slow
 def test_a_redrive_asks_for_dead_rows_only(site: DatasetProject, engine: SimulatedEngine):
     engine.set_faults({"kind": "too_long", "match": {"contains": "What is 7 plus 7?"}})
     first = site.run_rows("00000", "00001", engine.url)
@@ -255,6 +258,7 @@ def test_a_batch_without_rows_is_reported_so_that_a_backfill_over_it_ends(
     assert empty == ("00005", 0)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_declared_dead_stands_down_and_leases_no_engine_again(
     site: DatasetProject, monkeypatch: pytest.MonkeyPatch
 ):

@@ -128,6 +128,7 @@ def test_two_runs_of_one_range_at_once_ask_for_each_row_once(site: SharedDataset
     assert site.fleet_db.claims("d") == {}
 
 
+@pytest.mark.slow
 def test_runs_do_not_wait_for_each_other_when_each_has_committed_what_the_other_waits_for(
     site: SharedDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +192,7 @@ def test_no_engine_is_wanted_while_another_run_works_on_all_that_is_left(site: S
         asyncio.run(beside())
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_what_a_dead_one_left_and_asks_only_for_what_was_in_flight(site: SharedDataset) -> None:
     lost, written = 0, 70
 

@@ -54,6 +54,7 @@ def test_a_footer_tells_rows_that_were_asked_from_rows_that_were_there(local_obj
     assert ledger.batch_event(store, footer, manifest.snapshot).metadata["reused"].value == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_rows", [50, 250])
 def test_an_engine_that_refuses_every_row_fails_the_run_and_buries_none(
     local_objects: Objects, batch_rows: int

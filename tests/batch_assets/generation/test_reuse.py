@@ -117,6 +117,7 @@ def test_a_refresh_keeps_what_was_reused_and_says_so(tmp_path: Path, local_objec
     assert (asked, footer.reused, footer.reused_from) == (1, 9, {"other": 4})
 
 
+@pytest.mark.slow
 def test_a_regenerate_asks_for_all_and_who_does_not_ask_to_reuse_pays(tmp_path: Path, local_objects: Objects) -> None:
     store, manifest = prepared(local_objects, tmp_path)
     with simulated_engine("--speed", "200", model=MODEL) as engine:

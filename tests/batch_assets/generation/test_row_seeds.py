@@ -113,6 +113,7 @@ def snapshot(store: DatasetStore, folder: Path, ids: str, **more: Any) -> dict[s
     return rows_of(store, build_snapshot(load_spec(attributes, folder / "defs.yaml"), store, now=0.0, workdir=work))
 
 
+@pytest.mark.slow
 def test_the_row_that_was_there_first_stays_the_one_with_the_dataset_s_seed(
     local_objects: Objects, tmp_path: Path
 ) -> None:

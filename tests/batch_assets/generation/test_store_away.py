@@ -206,6 +206,7 @@ def test_with_nothing_to_write_something_small_tells_whether_writes_succeed(
     assert [info.path for info in local_objects.list("") if "/snapshots/" not in info.path] == []
 
 
+@pytest.mark.slow
 def test_a_damaged_object_while_the_store_is_there_is_no_reason_to_wait(site: DatasetProject, engine: SimulatedEngine):
     manifest = site.manifest()
     shard = site.store.snapshot_path(manifest.snapshot, manifest.shards[0].path)

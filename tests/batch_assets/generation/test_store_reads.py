@@ -167,6 +167,7 @@ def test_a_segment_is_read_though_the_store_was_away_when_the_segments_were_list
         assert known(next(run.source.batches())) == 6
 
 
+@pytest.mark.slow
 def test_the_journal_of_a_rival_that_died_is_read_though_the_store_was_away_when_it_was_noticed(
     any_objects: Objects, fleet_db: FleetDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:

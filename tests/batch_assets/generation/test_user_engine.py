@@ -192,6 +192,7 @@ def test_kill_9_in_the_middle_repeats_only_texts_under_way(tmp_path: Path) -> No
     assert 3 * rows <= answers and 2 * rows <= texts and answers + texts <= 5 * rows + most
 
 
+@pytest.mark.slow
 def test_the_bound_of_the_users_engine_is_its_own(tmp_path: Path, store: DatasetStore) -> None:
     write(tmp_path, *questions(20))
     manifest = snapshot_of(tmp_path, store, prompt=PROMPT)
@@ -405,6 +406,7 @@ def test_what_a_plan_says_of_two_prices_is_what_the_run_is_billed(tmp_path: Path
     assert found.plan.chosen is not None and found.plan.chosen.usd.p50 == pytest.approx(billed, rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_run_whose_user_is_away_fails_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(user_engine, "AWAY_TRIES", 3)
     monkeypatch.setattr(user_engine, "FIRST_REST", 0.01)

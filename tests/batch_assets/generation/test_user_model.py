@@ -138,6 +138,7 @@ def test_a_redrive_goes_on_from_the_text_that_failed(
     assert (whole.output, len(whole.turns), whole.tries) == ("a3", 3, 5)
 
 
+@pytest.mark.slow
 def test_the_row_key_covers_who_the_user_is(tmp_path: Path, store: DatasetStore) -> None:
     write(tmp_path, *questions(1))
     keys = set()

@@ -126,6 +126,7 @@ def test_each_answer_has_its_votes_and_a_refresh_asks_for_those_of_new_answers(s
     assert set(zip(found["votes"], found["topic"], strict=True)) == {(2, "s"), (2, "m")}
 
 
+@pytest.mark.slow
 def test_judged_rows_and_those_that_pass_are_read_by_other_datasets(steps: Steps) -> None:
     steps.step(ANSWERS)
     steps.step(SCORES)

@@ -72,6 +72,7 @@ def test_a_daemon_at_work_on_a_shared_database_is_not_given_a_second(home: Path,
         assert not waited
 
 
+@pytest.mark.slow
 def test_a_daemon_that_has_ended_is_no_hindrance(home: Path, instance: dg.DagsterInstance):
     waited: list[float] = []
     refuse_second_daemon(home, sleep=waited.append)

@@ -101,6 +101,7 @@ def test_what_a_run_has_finished_and_what_it_can_take_are_not_counted_twice(
     assert active_request._settled_rows([run], beats, ENTRIES, missing, free) == settled
 
 
+@pytest.mark.slow
 def test_a_refresh_looks_once_at_all_batches_for_the_request_under_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

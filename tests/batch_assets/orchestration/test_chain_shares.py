@@ -150,6 +150,7 @@ def test_a_dataset_that_is_in_no_chain_to_the_one_that_is_named_is_refused(site:
         tags_of(site, "answers", **{UPSTREAM_TAG: "topics"})
 
 
+@pytest.mark.slow
 def test_steps_that_overlap_count_on_what_the_others_may_not_spend(
     site: SensorDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,7 @@ def table(objects: Objects) -> pl.DataFrame:
     return pl.read_parquet(objects.uri("_platform/spend/*.parquet"), storage_options=objects.storage_options())
 
 
+@pytest.mark.slow
 def test_the_table_has_a_line_per_day_gpu_and_dataset_and_numbers_for_plots(
     fleet_db: FleetDatabase, clock: Clock, any_objects: Objects
 ):
@@ -191,6 +192,7 @@ def test_the_last_event_holds_the_final_bill(site: CostedFleet):
     assert table(site.objects)["usd"].sum() == pytest.approx(30 * CENT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cursor", [None, "", "{}", "[1]", "nonsense", '{"at": "x", "seconds": 1}'])
 def test_a_lost_or_broken_cursor_costs_one_more_event(site: CostedFleet, cursor: str | None):
     ready(site.fleet_db, ttl=1e6)

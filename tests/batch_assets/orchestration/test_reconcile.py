@@ -191,6 +191,7 @@ def test_a_store_that_is_not_there_is_said_and_not_generated_anew(site: HealedDa
     assert site.verify().ok
 
 
+@pytest.mark.slow
 def test_a_materialization_that_somebody_reports_changes_nothing(site: HealedDataset):
     before = ledger.ledger_versions(site.site.instance, "d")
     for key in before:

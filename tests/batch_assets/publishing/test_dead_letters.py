@@ -26,6 +26,7 @@ def read(store: DatasetStore, found: DeadLetters) -> pl.DataFrame:
     return pl.scan_parquet(store.objects.uri(found.path), storage_options=options).collect()
 
 
+@pytest.mark.slow
 def test_every_row_without_a_completion_is_listed_with_its_reason(any_objects: Objects, tmp_path: Path) -> None:
     store = DatasetStore(any_objects, "sums")
     manifest = write_snapshot(store, questions(47), duplicates={"copy": "id-000003"})

@@ -6,6 +6,7 @@ import io
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 from support.dataset_project import DatasetProject, dataset_project
 from support.fleet_databases import OFFER, ready
@@ -32,6 +33,7 @@ def text(status: DatasetStatus) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_a_refresh_that_failed_is_said_until_one_succeeds(tmp_path: Path) -> None:
     with dataset_project(tmp_path) as site:
         failed = refreshed(site)

@@ -39,6 +39,7 @@ def tick(
     return command, plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("deadline", [None, -100.0, 0.0, 600.0, HOUR, 20_000.0])
 @pytest.mark.parametrize("spread", [0.05, 0.5])
@@ -95,6 +96,7 @@ options = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(
     market=st.lists(options, min_size=1, max_size=5),

@@ -120,6 +120,7 @@ def test_a_request_starts_with_one_instance_and_the_reason_is_in_the_catalog(sit
     assert pool(site) == 2
 
 
+@pytest.mark.slow
 def test_a_measured_pilot_that_is_too_slow_makes_it_jump_to_what_the_deadline_needs(site: SensorDataset) -> None:
     large(site, 120_000 // 100)
     site.request()
@@ -136,6 +137,7 @@ def test_a_measured_pilot_that_is_too_slow_makes_it_jump_to_what_the_deadline_ne
     assert sum(count for _, count in target.offers) == told["instances"]
 
 
+@pytest.mark.slow
 def test_an_instance_that_every_run_hands_on_is_measured_and_counts(site: SensorDataset) -> None:
     """A range that fits into the engine's window is in flight as a whole: its lease drains from the first moment on."""
     large(site, 120_000 // 100)
@@ -158,6 +160,7 @@ def test_no_more_runs_may_be_under_way_than_there_are_batches(site: SensorDatase
     assert slots_for(Command(0, ()), found) == 1  # one run waits, visibly
 
 
+@pytest.mark.slow
 def test_when_all_is_done_the_story_stays_and_the_command_goes(site: SensorDataset) -> None:
     site.snapshot()
     request = site.request()
@@ -180,6 +183,7 @@ def test_when_all_is_done_the_story_stays_and_the_command_goes(site: SensorDatas
     assert pool(site) == 2
 
 
+@pytest.mark.slow
 def test_a_request_was_over_when_its_last_batch_was_there_though_no_sensor_ticked_until_its_deadline(
     site: SensorDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +201,7 @@ def test_a_request_was_over_when_its_last_batch_was_there_though_no_sensor_ticke
     assert line.startswith("d: done ") and "before its deadline" in line
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_spent_pauses_the_work_and_a_raised_one_resumes_it(site: SensorDataset) -> None:
     site.specs["d"] = (load_spec({**SPEC, "budget_usd": 1.0}, "defs.yaml"), site.specs["d"][1])
     large(site)
@@ -327,6 +332,7 @@ def test_a_redrive_while_batches_are_missing_is_no_request_that_never_ends(site:
     assert target is None or target.request == ""
 
 
+@pytest.mark.slow
 def test_a_request_that_a_later_refresh_did_not_replace_keeps_its_account(site: SensorDataset) -> None:
     """The later one fails to read its source: time, money and an operator's word of the first go on."""
     from batch_assets.spec.request_options import begin_unless_busy
@@ -345,6 +351,7 @@ def test_a_request_that_a_later_refresh_did_not_replace_keeps_its_account(site: 
     assert site.fleet_db.spend("d").usd == pytest.approx(0.8, rel=0.01)
 
 
+@pytest.mark.slow
 def test_what_is_warm_ends_with_a_request_whose_time_or_money_was_bounded(site: SensorDataset) -> None:
     site.snapshot()
     site.request()
@@ -394,6 +401,7 @@ def test_a_broken_fleet_yaml_is_said_and_changes_nothing(site: SensorDataset) ->
     assert before is not None and after is not None and after.instances == before.instances
 
 
+@pytest.mark.slow
 def test_engines_in_use_by_others_do_not_count(site: SensorDataset) -> None:
     fleet_yaml(site.folder, engines=[{"name": "lab", "kind": "simulated"}])
     large(site)
@@ -446,6 +454,7 @@ def test_while_runs_finish_what_is_not_missing_nothing_is_commanded(site: Sensor
     assert target is not None and (target.request[:4], target.updated_age) == ("run:", None)
 
 
+@pytest.mark.slow
 def test_the_earliest_deadline_is_served_first_and_everybody_keeps_one_instance(tmp_path: Path) -> None:
     late = {**SPEC, "deadline": "4h", "hardware": {"max_price_per_hour": 1.0}}
     soon = {**SPEC, "name": "e", "deadline": "1h"}
@@ -467,6 +476,7 @@ def test_the_earliest_deadline_is_served_first_and_everybody_keeps_one_instance(
         assert second.instances == 1 < first.instances <= 3
 
 
+@pytest.mark.slow
 def test_an_instance_works_on_while_its_own_run_boots_the_successor(site: SensorDataset) -> None:
     large(site)
     site.request()
@@ -551,6 +561,7 @@ def test_engines_of_fleet_yaml_are_all_used_where_time_presses(site: SensorDatas
     assert pool(site) == 4
 
 
+@pytest.mark.slow
 def test_operators_hear_of_a_deadline_in_danger_once_and_of_its_end(
     site: SensorDataset, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -81,6 +81,7 @@ def published(site: SensorDataset, passed: bool = True) -> None:
     site.end(run_id)
 
 
+@pytest.mark.slow
 def test_the_next_step_is_refreshed_once_when_the_table_that_it_reads_is_published(site: SensorDataset):
     assert "d: no chain" in site.reason("chain")
     refreshed(site)
@@ -142,6 +143,7 @@ def passes(site: SensorDataset, one_in: int) -> None:
     filtered(site.store, rules, base=folder, now=1.0, workdir=folder, want=spec.want)
 
 
+@pytest.mark.slow
 def test_a_dataset_that_wants_more_accepted_rows_is_refreshed_once_more_before_the_next_step(site: SensorDataset):
     keys = {**SPEC, "keep_columns": ["topic", "level"], "filter": {"level": {"where": "level < 1", "remove": True}}}
     site.specs["d"] = (load_spec({**keys, "want": {"rows": 60}}, "defs.yaml"), site.folder)

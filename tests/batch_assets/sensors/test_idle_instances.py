@@ -55,6 +55,7 @@ def payers(site: SensorDataset) -> dict[str, str]:
     return {charge.instance: charge.dataset for charge in site.fleet_db.charges()}
 
 
+@pytest.mark.slow
 def test_the_end_of_a_bounded_request_ends_what_it_pays_for_whoever_ordered_it(site: SensorDataset) -> None:
     site.snapshot()
     site.request()
@@ -67,6 +68,7 @@ def test_the_end_of_a_bounded_request_ends_what_it_pays_for_whoever_ordered_it(s
     assert states(site) == {"of-e": "ending", "of-d": "ready"}
 
 
+@pytest.mark.slow
 def test_what_only_the_last_rows_of_another_dataset_hold_ends_with_them(site: SensorDataset) -> None:
     site.snapshot()
     site.request()
@@ -82,6 +84,7 @@ def test_what_only_the_last_rows_of_another_dataset_hold_ends_with_them(site: Se
     assert states(site) == {"of-e": "ending"}
 
 
+@pytest.mark.slow
 def test_what_others_work_on_outlives_the_request_that_paid_for_its_boot(site: SensorDataset) -> None:
     site.snapshot()
     site.request()

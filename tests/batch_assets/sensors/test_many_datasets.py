@@ -174,6 +174,7 @@ def test_of_two_hundred_files_of_which_three_are_broken_none_is_read_again_by_a_
     assert (len(declarations().datasets), len(declarations().broken), len(known_datasets())) == (197, 3, 200)
 
 
+@pytest.mark.slow
 def test_a_request_is_seen_by_the_next_tick_and_only_its_dataset_is_looked_at(site_on_files: SensorDataset):
     site = site_on_files
     kept = site.sensors()
@@ -201,6 +202,7 @@ def test_two_requests_at_the_same_moment_are_both_started_once(site: SensorDatas
     assert launched(site, kept) == set()
 
 
+@pytest.mark.slow
 def test_when_more_runs_have_news_than_are_asked_for_every_dataset_is_looked_at(
     site: SensorDataset, monkeypatch: pytest.MonkeyPatch
 ):
@@ -245,6 +247,7 @@ def test_a_damaged_store_is_named_and_stops_no_other_dataset(site: SensorDataset
     assert datasets(site.tick("launcher", kept)) >= {"d0"}
 
 
+@pytest.mark.slow
 def test_a_store_that_was_restored_without_an_event_is_seen_in_time(
     site: SensorDataset, monkeypatch: pytest.MonkeyPatch
 ):
@@ -311,6 +314,7 @@ def test_a_run_that_the_launchers_of_an_older_version_started_is_not_started_aga
     assert [one.tags[RANGE_START_TAG] for one in found] == ["00004", "00008"]
 
 
+@pytest.mark.slow
 def test_two_datasets_of_the_same_rows_are_both_published(site: SensorDataset):
     """Their snapshots have the same id, and so has what is published of them."""
     kept = site.sensors()

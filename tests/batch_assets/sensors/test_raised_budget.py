@@ -69,6 +69,7 @@ def says(site: SensorDataset) -> str:
     return "\n".join(request_lines(status, time.time()))
 
 
+@pytest.mark.slow
 def test_a_paused_request_starts_again_within_a_tick_of_adjust_with_what_the_money_pays_for(
     site: SensorDataset,
 ) -> None:
@@ -84,6 +85,7 @@ def test_a_paused_request_starts_again_within_a_tick_of_adjust_with_what_the_mon
     assert target(site).plan.on_time is False and "LATE" in says(site)
 
 
+@pytest.mark.slow
 def test_a_refused_lease_is_answered_with_the_budget_that_pays_for_all_the_work(site: SensorDataset) -> None:
     run = site.batches(S.STARTED, KEYS[0], KEYS[3])
     site.fleet_db.begin_run(run, "d", KEYS[0], KEYS[3])
@@ -95,6 +97,7 @@ def test_a_refused_lease_is_answered_with_the_budget_that_pays_for_all_the_work(
     assert pause.enough_usd >= 0.46  # what the first instance needs by the plan
 
 
+@pytest.mark.slow
 def test_what_the_books_said_of_the_old_budget_does_not_hold_up_the_new_one(site: SensorDataset) -> None:
     assert site.fleet_db.begin_request("d", "r")
     run = site.batches(S.STARTED, KEYS[0], KEYS[3])
@@ -140,6 +143,7 @@ def test_status_never_says_on_time_where_nothing_works_or_the_deadline_is_over(s
         assert (status.finish_p50, status.finish_p95) == (None, None) and "(P50)" not in says(site)
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_paid_by_the_token_is_paused_at_the_price_of_a_row_and_goes_on_with_enough(
     site: SensorDataset,
 ) -> None:

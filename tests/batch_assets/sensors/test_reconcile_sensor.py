@@ -78,6 +78,7 @@ def lose(site: SensorDataset, name: str, key: str) -> None:
     objects.delete([path])
 
 
+@pytest.mark.slow
 def test_after_a_tick_that_was_broken_off_the_first_slices_are_looked_at_again(
     site: SensorDataset, monkeypatch: pytest.MonkeyPatch
 ):
@@ -184,6 +185,7 @@ def test_an_error_of_one_dataset_is_said_and_the_others_are_looked_at(
     assert "d2: 1 batches are void" in said
 
 
+@pytest.mark.slow
 def test_a_dataset_of_several_slices_is_not_listed_whole_at_every_tick(
     site: SensorDataset, monkeypatch: pytest.MonkeyPatch
 ):

@@ -645,6 +645,7 @@ def test_the_sensors_tick_at_10_000_batches(large_site: SensorDataset):
 ENGINE = {"name": "lab", "kind": "endpoint", "url": "http://127.0.0.1:9000"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engines", "tags", "runs"),
     [

@@ -56,6 +56,7 @@ def test_batches_that_were_never_made_count_as_missing_in_dagster_itself(tmp_pat
         assert checks(site) == []
 
 
+@pytest.mark.slow
 def test_an_interrupted_refresh_is_told_with_what_is_left_and_what_to_do_until_nothing_is(site: SensorDataset):
     changed(site)
     assert checks(site) == [(False, f"12 of 12 batches are of an earlier snapshot, lost or to be made anew: {TODO}")]
@@ -103,6 +104,7 @@ def test_a_snapshot_that_comes_back_is_current_again(site: SensorDataset):
     assert checks(site)[0][0] is True
 
 
+@pytest.mark.slow
 def test_a_cursor_of_before_or_of_a_dataset_that_is_gone_is_no_obstacle(site: SensorDataset):
     for cursor in ("", "nonsense", "[]", '{"gone": "x:3"}'):
         site.cursors["publisher"] = cursor

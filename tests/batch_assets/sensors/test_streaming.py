@@ -153,6 +153,7 @@ def test_rows_are_read_again_when_there_is_little_left_and_much_has_come() -> No
     assert worth_reading(0, 2, 20, 0, spec)  # each row makes ten
 
 
+@pytest.mark.slow
 def test_two_steps_of_a_chain_are_not_refreshed_at_once(tmp_path: Path) -> None:
     last = {**BELOW, "name": "last", "source": {"dataset": "answers", "streaming": True}}
     answers = {**BELOW, "name": "answers", "source": {"dataset": "d", "streaming": True}}

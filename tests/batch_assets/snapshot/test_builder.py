@@ -501,6 +501,7 @@ def test_a_value_that_is_nested_very_deeply_is_a_bad_row_with_file_and_line(benc
     assert bench.build([{"q": inner}]).rows == 1
 
 
+@pytest.mark.slow
 def test_a_key_may_come_late_where_its_absence_is_allowed(bench: Bench) -> None:
     rows: list[dict[str, Any]] = [{"q": f"{i} " + "x" * 80} for i in range(15_000)]
     rows[-1] |= {"note": "late", "hint": "!"}
@@ -583,6 +584,7 @@ def test_kept_columns_that_change_make_a_snapshot_whose_batches_are_the_same(ben
     assert bench.table(second).column("n").to_pylist() == [2] * 300
 
 
+@pytest.mark.slow
 def test_another_model_asks_for_all_rows_again(bench: Bench) -> None:
     first = bench.build(questions(300))
     second = bench.build(questions(300), model="other")

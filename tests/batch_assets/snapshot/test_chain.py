@@ -153,6 +153,7 @@ def test_a_refresh_asks_exactly_the_rows_below_what_changed(chain: Chain) -> Non
     ]
 
 
+@pytest.mark.slow
 def test_ids_say_which_row_each_one_was_made_from(chain: Chain) -> None:
     chain.refresh()
     questions, answers = chain.rows("questions"), chain.rows("answers")
@@ -235,6 +236,7 @@ def _ids(manifest: SnapshotManifest, chain: Chain) -> list[str]:
     return list(chain.rows(manifest.dataset))
 
 
+@pytest.mark.slow
 def test_samples_of_samples_have_ids_of_their_own(chain: Chain) -> None:
     chain.refresh(TOPICS, QUESTIONS | {"samples": 2})
     assert chain.refresh(ANSWERS | {"samples": 2}) == [24]
@@ -243,6 +245,7 @@ def test_samples_of_samples_have_ids_of_their_own(chain: Chain) -> None:
     assert chain.refresh(ANSWERS | {"samples": 2}) == [0]
 
 
+@pytest.mark.slow
 def test_where_and_limit_count_rows_as_they_are_after_the_list_was_taken_apart(chain: Chain) -> None:
     chain.refresh(TOPICS)
     source = {**QUESTIONS["source"], "where": "question <> 's2'", "limit": 3}  # type: ignore[dict-item]
@@ -331,6 +334,7 @@ def test_a_list_is_a_row_per_element(tmp_path: Path, cell: Any, source: dict[str
     assert [row[leaf] for row in found.values()] == values and not reasons
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cell", "reason"),
     [

@@ -202,6 +202,7 @@ UNFIT: list[tuple[Any, str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cell", "words"), UNFIT, ids=[words[:50] for _, words in UNFIT])
 def test_a_row_with_no_conversation_is_refused_with_one_reason(tmp_path: Path, cell: Any, words: str) -> None:
     (reason,) = refused(tmp_path, cell)

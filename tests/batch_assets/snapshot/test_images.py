@@ -216,6 +216,7 @@ HOSTILE: list[tuple[Any, str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cell", "said"), HOSTILE, ids=lambda one: one if isinstance(one, str) and len(one) < 60 else ""
 )

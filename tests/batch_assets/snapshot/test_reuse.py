@@ -84,6 +84,7 @@ def test_parts_that_are_scattered_over_many_files_are_put_together(
     assert len(found(store, manifest)) == 200
 
 
+@pytest.mark.slow
 def test_of_several_datasets_the_first_named_counts_and_who_paid_stays_known(
     tmp_path: Path, local_objects: Objects
 ) -> None:

@@ -241,6 +241,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", HOSTILE.values(), ids=HOSTILE)
 def test_a_body_that_is_no_graphql_request_is_answered_400(server: Webserver, body: bytes):
     assert server.status("POST", "/graphql", {**UI, **JSON}, body=body) == 400

@@ -18,6 +18,7 @@ from resources.objects.opening import Objects
 from resources.store.dataset_store import DatasetStore
 
 
+@pytest.mark.slow
 def test_what_a_stopped_run_had_journaled_is_not_asked_again(local_objects: Objects) -> None:
     store = DatasetStore(local_objects, "d")
     manifest = write_snapshot(store, questions(300), batch_rows=100)

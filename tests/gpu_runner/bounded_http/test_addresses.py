@@ -258,6 +258,7 @@ def test_a_name_that_leads_to_a_refused_address_is_refused_where_it_is_connected
     assert resolver == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["http", "https"])
 @pytest.mark.parametrize("url", DISGUISED)
 def test_our_small_requests_never_go_to_a_refused_address(resolver: list[Any], url: str, scheme: str):
@@ -417,6 +418,7 @@ def test_what_was_allowed_is_kept_without_the_key_for_its_owner_only(home: Path,
         allowed(home, "http://10.0.0.7:8011")
 
 
+@pytest.mark.slow
 def test_a_run_with_a_foreign_address_in_its_tag_fails_with_one_error_and_sends_nothing(home: Path):
     with recording(200, {}) as (url, arrived), dataset_project(home) as site:
         site.source(["why?"] * 5)

@@ -59,6 +59,7 @@ def opened(url: str, clocks: Clocks) -> Iterator[Open]:
         yield another
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", STEPS)
 def test_a_step_of_the_clock_keeps_what_over_leases_cost_by_the_token_with_their_request(
     opened: Open, clocks: Clocks, seconds: float

@@ -33,6 +33,7 @@ async def serve_all(feed: Feed, rules: Mapping[str, object], slots: int = 64, se
     return lost
 
 
+@pytest.mark.slow
 def test_one_row_that_kills_engines_is_found_with_few_deaths() -> None:
     async def main() -> None:
         for position in (0, 77, 249):

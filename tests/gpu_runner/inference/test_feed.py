@@ -516,6 +516,7 @@ def test_a_wrong_engine_ends_serving_and_harms_no_row() -> None:
     run(main)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [0.0, 0.1, 0.4, 2.0, 5.0])
 def test_cancelling_leaves_nothing_and_serving_goes_on_later(after: float) -> None:
     async def main() -> None:

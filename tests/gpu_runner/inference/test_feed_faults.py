@@ -90,6 +90,7 @@ def test_rows_wait_between_tries_and_hold_no_slot_meanwhile() -> None:
     run(main)
 
 
+@pytest.mark.slow
 def test_one_percent_of_every_kind_of_bad_row_dies_alone() -> None:
     kinds = {
         "http_500": Transient("http_500"),
@@ -361,6 +362,7 @@ def test_an_outage_that_passes_costs_one_window_of_requests_and_no_try(error: Tr
     run(main)
 
 
+@pytest.mark.slow
 def test_connections_that_break_together_on_an_engine_that_lives_charge_nobody() -> None:
     class Starved(FakeEngine):
         """It loses every connection for 25 of 40 seconds, and answers a canary all the time."""
@@ -635,6 +637,7 @@ def test_whatever_fails_every_row_has_one_outcome_and_no_innocent_is_charged(
     run(main)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("metrics", [False, True])
 def test_a_lost_answer_costs_few_canaries_an_hour(metrics: bool) -> None:
     async def main() -> None:

@@ -195,6 +195,7 @@ def test_rows_of_one_list_pay_the_same() -> None:
 FAULTS = st.sampled_from([POISON, Transient("http_500"), "hang", RequestDenied("rejected_403", "check", "no")])
 
 
+@pytest.mark.slow
 @property_test(
     10,
     25,

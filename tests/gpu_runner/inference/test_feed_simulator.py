@@ -62,6 +62,7 @@ def with_engine(main: Any, *arguments: str) -> None:
         asyncio.run(whole())
 
 
+@pytest.mark.slow
 def test_a_dataset_goes_through_a_simulated_engine() -> None:
     async def main(engine: SimulatedEngine) -> None:
         sink = Sink()
@@ -99,6 +100,7 @@ def test_one_percent_of_each_kind_of_bad_row_dies_and_nobody_else() -> None:
     with_engine(main)
 
 
+@pytest.mark.slow
 def test_dropped_idle_connections_cost_no_try() -> None:
     async def main(engine: SimulatedEngine) -> None:
         engine.set_faults({"kind": "drop_idle", "match": {"rate": 0.2}, "times": 1})
@@ -133,6 +135,7 @@ def test_rows_survive_the_death_of_their_engine(fault: str, tmp_path: Path) -> N
     with_engine(main)
 
 
+@pytest.mark.slow
 def test_a_stalled_engine_is_given_up_and_one_that_wakes_is_kept() -> None:
     async def main(engine: SimulatedEngine) -> None:
         engine.set_faults({"kind": "stall", "seconds": 0.5, "match": {"at_request": 300}})
@@ -233,6 +236,7 @@ def test_another_model_or_key_is_refused_before_the_first_row(monkeypatch: pytes
     with_engine(main, "--api-key-env", "ENGINE_KEY")
 
 
+@pytest.mark.slow
 def test_cancelling_a_run_frees_the_engine_at_once() -> None:
     async def main(engine: SimulatedEngine) -> None:
         feed = make_feed(source(5000), Sink())

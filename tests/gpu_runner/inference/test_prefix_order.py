@@ -79,6 +79,7 @@ def test_rows_of_a_document_that_are_scattered_are_sent_one_after_the_other() ->
     assert handed_on == [f"r{n}" for n in range(len(prompts))], "the table's order is the source's"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "prompts",
     [

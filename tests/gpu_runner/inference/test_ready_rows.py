@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import groupby
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -173,6 +174,7 @@ URGENCIES = st.builds(
 STEPS = st.one_of(URGENCIES, st.sampled_from(["take", "back", "first", "of"]))
 
 
+@pytest.mark.slow
 @given(st.lists(STEPS, max_size=300))
 def test_whatever_comes_and_goes_no_row_is_lost_and_the_most_urgent_of_an_owner_is_taken(
     steps: list[Urgency | str],

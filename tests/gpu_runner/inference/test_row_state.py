@@ -179,6 +179,7 @@ def audit(feed: Feed) -> None:
         assert one.state in states, (one.row.row_id, one.state, states)
 
 
+@pytest.mark.slow
 @property_test(
     12,
     40,

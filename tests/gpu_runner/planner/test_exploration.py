@@ -188,6 +188,7 @@ offers = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(offers, st.floats(600, 50_000), st.integers(1, 30), st.floats(0, 1), st.integers(0, 3))
 def test_what_is_possible_is_what_a_plan_meets(options, deadline, most, confidence, here):

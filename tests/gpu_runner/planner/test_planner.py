@@ -102,6 +102,7 @@ def test_a_further_offer_never_makes_the_plan_worse(work, market, booting, limit
         assert after.earliest.finish.p95 <= before.earliest.finish.p95 * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     works,
@@ -129,6 +130,7 @@ def test_no_plan_passes_a_cap(work, market, booting, limit, deadline, budget, ob
     assert plan.instances == (plan.chosen.instances if plan.chosen else 0)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(works, markets, waits, most)
 def test_the_curve_falls_from_the_fastest_to_the_cheapest(work, market, booting, limit):

@@ -135,6 +135,7 @@ def test_a_name_is_one_machine_and_is_listed_and_ended_by_itself(site: ProviderC
     eventually(lambda: site.alive() == sorted(ids[4:]))
 
 
+@pytest.mark.slow
 def test_waiting_for_an_engine_ends_with_the_time_the_machine_or_the_waiter(
     site: ProviderCloud, monkeypatch: pytest.MonkeyPatch
 ):

@@ -42,6 +42,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
         yield provider
 
 
+@pytest.mark.slow
 def test_a_machine_that_boots_in_vain_says_why_and_leaves_a_log_and_a_bill(make: Make, tmp_path: Path):
     provider = make()
     asked_at = time.time()

@@ -61,6 +61,7 @@ def test_prices_and_capacity_change_with_the_clouds_time_and_only_for_new_machin
     assert seen == [[(3.6, None), spot], [(1.2, None), spot], [(1.2, 0), spot], [(36.0, 5), spot]]
 
 
+@pytest.mark.slow
 def test_a_running_machine_keeps_its_price_and_an_old_offer_is_refused(home: Path):
     cloud = simulated_cloud(home)
     provider = cloud.providers["sim-a"]
@@ -284,6 +285,7 @@ def test_a_boot_fails_or_hangs_as_ordered(home: Path):
     eventually(lambda: not processes(hangs.id))
 
 
+@pytest.mark.slow
 def test_a_machine_is_taken_away_after_its_notice_or_without_one(home: Path):
     cloud = simulated_cloud(home)
     provider = cloud.providers["sim-a"]

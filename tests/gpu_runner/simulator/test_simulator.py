@@ -408,6 +408,7 @@ def test_it_answers_and_ends_on_both_event_loops(loop: str) -> None:
         assert engine.process.wait(30) == 0
 
 
+@pytest.mark.slow
 def test_a_taken_port_is_said_in_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         command = [sys.executable, "-m", "gpu_runner.simulator", "--model", "tiny", "--port"]

@@ -101,6 +101,7 @@ def streamed_response(client: OpenAI, **asked: Any) -> tuple[Any, list[Any]]:
         return stream.get_final_response(), events
 
 
+@pytest.mark.slow
 def test_a_response_is_the_same_whole_and_streamed(client: OpenAI) -> None:
     asked: Any = {"input": "Say hello", "instructions": "Be brief.", "metadata": {"a": "b"}}
     whole = client.responses.create(model="m", **asked)

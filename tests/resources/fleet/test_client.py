@@ -381,6 +381,7 @@ def test_giving_up_during_a_boot_ends_the_instance_at_once(tmp_path: Path):
         assert site.fleet_db.leases_of("d") == 0
 
 
+@pytest.mark.slow
 def test_a_warm_instance_whose_engine_died_meanwhile_is_ended_and_a_new_one_rented(site: FleetRuns):
     client = site.client("one")
     leased = site.acquire(client)
@@ -431,6 +432,7 @@ def test_a_rented_engine_is_given_back_when_the_one_beside_it_cannot_be(
     assert leased.user is None
 
 
+@pytest.mark.slow
 def test_a_retired_instance_is_ended_when_it_is_given_back_and_an_idle_one_by_the_reaper(site: FleetRuns):
     client = site.client()
     leased = site.acquire(client)
@@ -480,6 +482,7 @@ def test_offers_that_the_dataset_refuses_are_not_rented_and_it_says_why_it_waits
     assert "above 0.50" in said
 
 
+@pytest.mark.slow
 def test_a_lease_is_good_after_a_boot_that_took_longer_than_its_ttl(tmp_path: Path):
     with a_site(tmp_path, boot_seconds=1500) as site:  # 2.5 s of ours
         heartbeat = Heartbeat(site.fleet_db, "long", ttl=1.5, interval=0.2)
@@ -636,6 +639,7 @@ def test_a_successor_is_leased_once_by_the_run_that_moves_or_by_the_one_that_wai
     assert sorted(site.running()) == sorted([leased.name, moved.name])
 
 
+@pytest.mark.slow
 def test_a_boot_that_is_not_wanted_any_more_is_given_up(tmp_path: Path):
     with a_site(tmp_path, boot_seconds=600_000) as site:
 

@@ -327,6 +327,7 @@ def test_the_sources_of_a_deployment_are_ranked_together(catalog: Path) -> None:
 # replay of the public history
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not SHARED.exists(), reason=f"{SHARED.name}: the shared price history is not here")
 def test_the_public_history_replays() -> None:
     history = PriceHistory(SHARED)

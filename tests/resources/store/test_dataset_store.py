@@ -107,6 +107,7 @@ def test_outcomes_of_other_rows_are_never_committed(store: DatasetStore) -> None
     assert store.objects_by_batch() == {}
 
 
+@pytest.mark.slow
 def test_the_highest_generation_at_the_snapshots_data_version_is_current(any_objects: Objects) -> None:
     store = DatasetStore(any_objects, "sums")
     manifest = write_snapshot(store, questions(30))
@@ -197,6 +198,7 @@ ANSWERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("answer", ANSWERS)
 def test_a_store_that_does_not_give_the_bytes_says_nothing_about_the_object(

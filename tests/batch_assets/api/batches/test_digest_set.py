@@ -22,6 +22,7 @@ def test_it_says_what_a_set_says(most_recent: int):
     assert not any(ours.add(digest) for digest in theirs)
 
 
+@pytest.mark.slow
 def test_three_times_as_many_as_are_kept_apart_take_less_than_a_third_of_pythons_memory():
     """A tenth of the usual numbers: what is measured is a share, and tracing each allocation takes seconds."""
     kept_apart, draw = MOST_RECENT // 10, random.Random(1)

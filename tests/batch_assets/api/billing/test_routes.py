@@ -91,6 +91,7 @@ def test_pages_follow_each_other_and_tenants_see_their_own(tmp_path: Path) -> No
     asyncio.run(steps())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("query", "param"),
     [

@@ -129,6 +129,7 @@ class CountingLedger(UsageLedger):
         return super().usage_of_batches(batch_ids)
 
 
+@pytest.mark.slow
 def test_the_ledger_adds_up_a_batch_again_only_when_many_more_lines_are_done(tmp_path: Path, records: Records) -> None:
     """A million lines, looked at 4,000 times; at every look the ledger would add up up to 4,000 objects."""
     ledger = CountingLedger(records)

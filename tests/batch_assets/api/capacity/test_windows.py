@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -63,6 +64,7 @@ def test_a_demand_holds_all_that_the_queue_sends_before_the_end_of_a_window(wind
         assert done <= demands[window.seconds] + ahead
 
 
+@pytest.mark.slow
 @given(WINDOWS, st.integers(0, 30), st.floats(1.0, 200.0), st.floats(0.0, 300.0))
 def test_a_fleet_that_keeps_the_binding_window_keeps_all(
     windows: list[WindowWork], number: int, speed: float, boot: float

@@ -79,6 +79,7 @@ def ended(batches: BatchRecords, objects: LocalObjects, batch_id: str) -> BatchR
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damaged", ["index", "object"])
 def test_a_damaged_batch_holds_up_the_report_of_no_other(tmp_path: Path, damaged: str) -> None:
     with closing(Records(f"sqlite:///{tmp_path}/api.db")) as records, dg.instance_for_test() as instance:

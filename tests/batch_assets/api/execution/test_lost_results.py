@@ -307,6 +307,7 @@ class TornFirst(LocalObjects):
         return data[:-20] if f"/batches/{FIRST}/" in path and path.endswith("-g0.parquet") else data
 
 
+@pytest.mark.slow
 def test_a_worker_asks_its_engine_again_for_what_the_store_has_lost(tmp_path: Path) -> None:
     async def works(site: WorkerContext) -> BatchRecord:
         batch = added(site, jsonl([line(f"{number}", max_tokens=2) for number in range(LINES)]))
@@ -350,6 +351,7 @@ def test_a_batch_that_is_over_ends_with_its_finished_lines_once_the_store_answer
         assert len(ids(site, found.output_file_id)) == 250 and ids(site, found.error_file_id) == ["250"]
 
 
+@pytest.mark.slow
 @LOSSES
 @pytest.mark.parametrize("name", ["batches.parquet", "prompts-00000.parquet", "manifest.json"])
 def test_lines_that_the_store_has_lost_are_read_from_the_input_file_again(

@@ -231,6 +231,7 @@ def test_cancelled_batches_leave_nothing_in_a_feed_that_goes_on(tmp_path: Path) 
     asyncio.run(asyncio.wait_for(cancelled(), 30 * PATIENCE))
 
 
+@pytest.mark.slow
 def test_lines_of_a_shorter_window_pass_those_that_were_read_and_not_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

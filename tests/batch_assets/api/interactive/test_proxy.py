@@ -343,6 +343,7 @@ def test_a_request_that_an_engine_may_have_read_is_not_sent_again(tmp_path: Path
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answered", "seen", "code"),
     [

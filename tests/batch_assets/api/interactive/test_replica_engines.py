@@ -52,6 +52,7 @@ def fleet_db(url: str) -> Iterator[FleetDatabase]:
         yield found
 
 
+@pytest.mark.slow
 def test_a_replica_answers_with_the_engine_that_another_one_leases(
     url: str, fleet_db: FleetDatabase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -176,6 +176,7 @@ def test_the_simulated_engine_answers_both_kinds(tmp_path: Path, monkeypatch: py
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "param", "code"),
     [

@@ -39,6 +39,7 @@ COMMANDS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", WRONG)
 def test_every_command_on_the_dataset_itself_says_what_is_wrong_and_ends_with_status_2(defs: Path, wrong: str):
     break_it, word = WRONG[wrong]
@@ -49,6 +50,7 @@ def test_every_command_on_the_dataset_itself_says_what_is_wrong_and_ends_with_st
         assert word in found.stderr and str(defs / "bad") in found.stderr and "Traceback" not in found.stderr
 
 
+@pytest.mark.slow
 def test_commands_on_other_datasets_work(defs: Path):
     """That they are declared whatever is wrong: tests/batch_assets/test_broken_files.py."""
     WRONG["no source"][0](defs)
@@ -99,6 +101,7 @@ def test_a_new_dataset_can_be_used_and_lies_where_datasets_are_read_from(defs: P
     assert ask("preview", "capitals").exit_code == 0
 
 
+@pytest.mark.slow
 def test_the_file_of_a_new_dataset_is_as_open_as_the_folder_around_it(defs: Path):
     """The command line's own files are for its user alone."""
     defs.chmod(0o750)

@@ -298,6 +298,7 @@ def refresh(status: dg.DagsterRunStatus) -> str:
         return create_run_for_test(seen.instance, job_name="d_refresh", status=status, tags={REFRESH_TAG: "d"}).run_id
 
 
+@pytest.mark.slow
 def test_deadline_and_budget_of_what_is_being_made_may_be_changed(home: Path) -> None:
     assert adjust("--budget-usd", "5")[0] == 2  # nothing is being made
     assert "name what is to change" in adjust()[1]
@@ -310,6 +311,7 @@ def test_deadline_and_budget_of_what_is_being_made_may_be_changed(home: Path) ->
     assert target is not None and target.deadline_in == pytest.approx(190 * 60, abs=60) and target.budget_usd == 5.0
 
 
+@pytest.mark.slow
 def test_rows_that_gates_have_paused_may_be_accepted(home: Path) -> None:
     status, said = adjust("--accept", "cutt")
     assert status == 2
@@ -324,6 +326,7 @@ def test_rows_that_gates_have_paused_may_be_accepted(home: Path) -> None:
         assert (found := fleet_db.target("d")) is not None and found.pause is None
 
 
+@pytest.mark.slow
 def test_a_request_that_no_sensor_has_ended_is_over_for_adjust_and_plan(home: Path) -> None:
     """The Dagster of its `run` ended with it, before the capacity sensor looked once more."""
     request = refresh(dg.DagsterRunStatus.CANCELED)
@@ -366,6 +369,7 @@ HOSTED = {
 }
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_paid_by_the_token_is_planned_with_its_price(home: Path) -> None:
     (home / "fleet.yaml").write_text(yaml.safe_dump({"engines": [HOSTED]}))
     status, found = plan()
@@ -381,6 +385,7 @@ def test_an_engine_that_is_paid_by_the_token_is_planned_with_its_price(home: Pat
     assert plan("--budget-usd", str(least))[0] == 0
 
 
+@pytest.mark.slow
 def test_plan_says_why_a_batch_api_is_taken_or_not(home: Path) -> None:
     own = {"gpu": "L40S", "gpu_memory_gib": 48, "price_per_hour": 900.0}
     batch = {**HOSTED, "kind": "batch_api", "usd_per_million_tokens": 0.01}
@@ -419,6 +424,7 @@ def test_a_price_on_the_command_line_that_cannot_be_used_is_named(home: Path, pr
     assert found.exit_code == 2 and said in found.output
 
 
+@pytest.mark.slow
 def test_offers_ranks_what_plan_would_take_with_its_figures_and_leaves_out_what_plan_leaves_out(home: Path) -> None:
     declare(home, deadline=None)
 
@@ -472,6 +478,7 @@ def test_an_endpoint_without_a_price_is_named_beside_what_a_deadline_rents(home:
     assert any(text.startswith("lab of fleet.yaml is taken before anything is rented") for text in found["assumptions"])
 
 
+@pytest.mark.slow
 def test_a_budget_says_that_speeds_that_are_not_measured_may_make_the_run_pause(home: Path) -> None:
     said = "is estimated, not measured: within this budget a run may begin and pause later"
     assert not any(said in text for text in plan()[1]["assumptions"])

@@ -104,6 +104,7 @@ def test_options_of_one_dataset_are_refused(folder: Path):
     assert (found.exit_code, "--upstream: expected without --rows" in found.output) == (2, True)
 
 
+@pytest.mark.slow
 def test_status_shows_a_chain_as_a_tree(folder: Path):
     declare(folder, ["a"])
     lines = CliRunner().invoke(app, ["status"]).stdout.splitlines()

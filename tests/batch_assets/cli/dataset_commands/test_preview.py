@@ -101,6 +101,7 @@ WRONG_ROWS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", WRONG_ROWS)
 def test_preview_refuses_what_a_run_refuses(home: Path, wrong: str) -> None:
     rows, more, said = WRONG_ROWS[wrong]
@@ -270,6 +271,7 @@ def declare_engines(home: Path, *engines: object) -> None:
     (home / "home" / "fleet.yaml").write_text(yaml.safe_dump({"engines": engines}))
 
 
+@pytest.mark.slow
 def test_an_engine_that_does_not_run_is_started_for_the_rows_and_ended(home: Path) -> None:
     declare_engines(home, {"name": "sim", "kind": "simulated", "models": ["tiny"], "speed": 50})
     named = ask("--rows", "1")

@@ -94,6 +94,7 @@ def test_rows_are_shown_with_prompt_answer_and_state(store: DatasetStore) -> Non
     assert "id-000012" not in found.stdout
 
 
+@pytest.mark.slow
 def test_errors_one_row_a_condition_and_a_place_to_begin(store: DatasetStore) -> None:
     assert ids(ask("--errors", "--json")) == ["id-000003"]
     assert ids(ask("--key", "id-000010", "--json")) == ["id-000010"]

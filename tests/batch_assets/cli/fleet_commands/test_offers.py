@@ -294,6 +294,7 @@ def test_a_large_source_without_a_snapshot_is_counted_up_to_a_bound(store: Datas
     assert WorkloadEstimator(spec(source={**source, "limit": 7}), store, tmp_path).look().rows == 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["jsonl", "csv", "jsonl.gz", "parquet"])
 def test_rows_of_many_files_are_estimated_from_the_bytes_of_all(
     store: DatasetStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str

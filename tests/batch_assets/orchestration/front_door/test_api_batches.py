@@ -88,6 +88,7 @@ def test_a_backfill_asks_for_the_lines_without_an_answer_once_more(home: Path) -
         asyncio.run(steps(instance))
 
 
+@pytest.mark.slow
 def test_what_cannot_be_re_driven_is_named_and_the_rest_goes_on(home: Path) -> None:
     async def steps(instance: dg.DagsterInstance) -> None:
         async with api_service(home, engine.url) as site:

@@ -55,6 +55,7 @@ ONLY_NULLS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("empty", "full", "kind"), ONLY_NULLS)
 @pytest.mark.parametrize("first", ["empty", "full"])
 def test_a_column_of_nulls_in_one_file_has_the_type_of_the_others(

@@ -355,6 +355,7 @@ def test_files_of_a_glob_must_agree_in_the_columns_that_are_used(tmp_path: Path)
         rows_of(tmp_path, ["q"], path="*.parquet")
 
 
+@pytest.mark.slow
 def test_ten_thousand_columns_are_no_burden_and_the_error_names_a_few(tmp_path: Path) -> None:
     parquet(tmp_path, **{f"c{i}": [i] for i in range(10_000)}, q=["x"])
     assert rows_of(tmp_path, ["q"], path="a.parquet")[0] == [("a.parquet", 1, "x")]
@@ -649,6 +650,7 @@ def test_parquet_columns_of_one_name_are_refused_where_they_are_read(tmp_path: P
         rows_of(tmp_path, ["q"], path="a.parquet")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "log", "kind"),
     [

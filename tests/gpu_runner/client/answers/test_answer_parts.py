@@ -218,6 +218,7 @@ def test_text_completions_have_their_log_probabilities_with_offsets(tmp_path: Pa
             assert {len(token["top_logprobs"]) for token in line["logprobs"]} == {2}
 
 
+@pytest.mark.slow
 def test_a_plain_dataset_has_the_columns_and_nothing_in_them(tmp_path: Path) -> None:
     with generated(tmp_path) as site:
         assert all(line[name] is None for line in table_of(site) for name in PART_COLUMNS)

@@ -84,6 +84,7 @@ def test_columns_come_in_the_order_of_the_schema_with_what_it_says_of_them() -> 
     assert column_descriptions(schema) == {"z": "the last"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schema", "words"),
     [

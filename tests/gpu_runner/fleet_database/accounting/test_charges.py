@@ -210,6 +210,7 @@ def test_what_was_billed_changes_only_while_something_is_billed(fleet_db: FleetD
     assert fleet_db.billed().now == clock.now
 
 
+@pytest.mark.slow
 def test_four_thousand_leases_are_charged(fleet_db: FleetDatabase, clock: Clock):
     described = {name: getattr(OFFER, name) for name in ("provider", "region", "instance_type", "gpu", "gpus", "spot")}
     described |= {"gpu_memory_gib": 48.0, "price_per_hour": 3.6, "boot_seconds": 90.0, "clock": 1.0}

@@ -139,6 +139,7 @@ def test_idle_instances_end_when_the_budget_does_not_pay_for_them_until_the_next
     assert said.startswith("ba-1 ends: budget of 2.70 $ reached (1.81 $ spent, ")
 
 
+@pytest.mark.slow
 def test_a_request_goes_on_when_its_budget_is_raised_and_without_one_nothing_is_stopped(
     fleet_db: FleetDatabase, clock: Clock
 ):
@@ -186,6 +187,7 @@ def test_a_machine_that_comes_back_after_it_was_written_off_counts_again(fleet_d
     assert not fleet_db.renew(lease, 100)
 
 
+@pytest.mark.slow
 def test_however_many_race_no_more_is_ordered_than_the_budget_pays_for(url: str):
     racers, each = 12, seconds(TTL + END_SECONDS) + 2 * BOOT
     start = Barrier(racers)

@@ -138,6 +138,7 @@ def test_a_canary_that_is_refused_for_another_reason_says_nothing_of_the_rows() 
     run(main)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answered", [0, 320])
 @pytest.mark.parametrize("task", ["completion", "embedding"])
 def test_an_account_without_quota_ends_the_run_at_once_and_charges_no_row(answered: int, task: Task) -> None:

@@ -27,6 +27,7 @@ def sent(limit: RateLimit, seconds: float, prompt_bytes: int = 400, answer: int 
     raise AssertionError
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30)
 @given(st.integers(1, 3_000), st.sampled_from([0.0, 0.002, 0.05]))
 def test_no_minute_has_more_requests_than_the_limit(per_minute: int, late: float) -> None:

@@ -93,6 +93,7 @@ def hosts_of(home: Path) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.slow
 def test_a_caller_killed_before_its_order_is_entered_has_rented_nothing(home: Path):
     assert finish(orderer(home, "before")) == -signal.SIGKILL
     eventually(lambda: not hosts_of(home))
@@ -114,6 +115,7 @@ def test_a_host_whose_caller_was_killed_while_it_started_leaves_no_lock(home: Pa
     assert not list(register.folder.glob("*.lock"))
 
 
+@pytest.mark.slow
 def test_a_caller_killed_right_after_has_rented_a_machine_that_boots(home: Path):
     assert finish(orderer(home, "after")) == -signal.SIGKILL
     provider = local_provider(home)
@@ -166,6 +168,7 @@ def test_host_and_guard_killed_together_take_the_engine_along(home: Path):
     eventually(lambda: get(provider, "ba-1").state == "ended")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["gpu_runner.providers.process_guard", "gpu_runner.simulator"])
 def test_a_killed_engine_leaves_the_machine_running_as_a_vm_would(home: Path, module: str):
     provider = local_provider(home)
@@ -190,6 +193,7 @@ def test_a_host_that_does_not_react_to_the_end_of_its_machine_is_ended(home: Pat
     assert get(provider, "ba-1").reason == "terminated"
 
 
+@pytest.mark.slow
 def test_machines_without_a_living_fleet_end_and_those_with_one_do_not(home: Path):
     provider = local_provider(home, orphan_seconds=2.0)
     silent = threading.Event()

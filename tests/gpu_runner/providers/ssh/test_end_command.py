@@ -235,6 +235,7 @@ def test_who_looks_after_a_failed_end_may_die_too(host: Host):
     assert host.containers() == []
 
 
+@pytest.mark.slow
 def test_a_machine_whose_folder_was_removed_by_hand_holds_no_gpu(host: Host):
     host.begin("ba-1")
     host.docker_is("away")

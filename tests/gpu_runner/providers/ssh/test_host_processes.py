@@ -73,6 +73,7 @@ def test_what_a_dead_supervisor_left_is_ended_by_an_ordinary_user(folder: Path):
     assert (machine / "gone").exists() and list((folder / "gpus").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_an_ordinary_account_makes_and_ends_machines_and_takes_over_after_a_killed_supervisor(folder: Path):
     def ask(request: HostRequest) -> dict[str, str]:
         done = subprocess.run(

@@ -98,6 +98,7 @@ def test_an_engine_that_is_being_started_is_not_given_up_because_nobody_asks_jus
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_who_is_cancelled_while_it_waits_for_an_engine_leaves_no_error_behind(
     url: str, fleet_db: FleetDatabase, tmp_path: Path
 ) -> None:
@@ -224,6 +225,7 @@ def test_an_engine_that_failed_is_not_shared_any_more(url: str, fleet_db: FleetD
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("standing", "task", "serves"),
     [(True, "embedding", True), (False, "embedding", False), (False, "completion", True), (True, "chat", False)],

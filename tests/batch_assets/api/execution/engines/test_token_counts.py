@@ -86,6 +86,7 @@ def test_an_over_long_text_refuses_its_batch_before_anything_is_asked(tmp_path: 
     assert len(engine.asked) == 3 and "w" * 300 in engine.asked[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", [status(404), status(500), status(200, "no JSON"), status(400)])
 def test_without_a_count_the_engines_refusal_is_the_lines_error(
     tmp_path: Path, missing: Callable[[web.Request], Awaitable[web.StreamResponse]]
