@@ -11,7 +11,6 @@ from batch_assets import settings
 from batch_assets.backups.schedule import backup_asset, backup_job, backup_schedule
 from batch_assets.catalog.publications import publish_job
 from batch_assets.dagster_internals import UnresolvedAssetJobDefinition
-from batch_assets.dagster_internals.kept_connections import keep_connections
 from batch_assets.dataset_loading import load_datasets
 from batch_assets.kubernetes.run_workers import read_worker_sizes
 from batch_assets.local_dagster.local_fleet import fleet_of
@@ -62,22 +61,6 @@ def defs() -> dg.Definitions:
     return dg.Definitions.merge(datasets, platform(datasets, loaded.datasets))
 
 
-def _in_process(context: dg.InitExecutorContext) -> dg.Executor:
-    """Dagster's, in the process of the run, which keeps its connection to Dagster's database from here on.
-
-    One: a server has room for some hundred, and there may be as many runs.
-    """
-    keep_connections(context.instance, kept=1)
-    create = dg.in_process_executor.executor_creation_fn
-    assert create is not None
-    return create(context)
-
-
-in_process = dg.ExecutorDefinition(
-    dg.in_process_executor.name, dg.in_process_executor.config_schema.as_field(), executor_creation_fn=_in_process
-)
-
-
 def platform(
     datasets: dg.Definitions | None = None,
     found: Datasets | None = None,
@@ -116,6 +99,6 @@ def platform(
             capacity_sensor(looked_after, settings.capacity_seconds()),
             reconcile_sensor(looked_after, store),
         ],
-        executor=in_process,
+        executor=dg.in_process_executor,
         resources={"store": store, "fleet": shown},
     )

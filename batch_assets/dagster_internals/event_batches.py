@@ -33,6 +33,7 @@ from dagster._core.storage.event_log.schema import SqlEventLogStorageTable
 from dagster._core.storage.event_log.sql_event_log import SqlEventLogStorage
 
 REPLACED = "store_event_batch"
+ROWS = "__rows"  # end of the names of ops whose runs may be for some partitions of their range
 SIZE_VARIABLE, SIZE = "DAGSTER_EVENT_BATCH_SIZE", 500
 KINDS = frozenset(
     {
@@ -52,9 +53,9 @@ def write_together(instance: dg.DagsterInstance) -> None:
     if REPLACED in vars(storage):
         return
     if type(storage) is SqliteEventLogStorage:
-        setattr(storage, REPLACED, _in_groups(_sqlite(storage), _only(instance)))
+        setattr(storage, REPLACED, _in_groups(_sqlite(storage), _config_of(instance)))
     elif isinstance(storage, SqlEventLogStorage) and hasattr(storage, "postgres_url"):
-        setattr(storage, REPLACED, _in_groups(_postgres(storage), _only(instance)))
+        setattr(storage, REPLACED, _in_groups(_postgres(storage), _config_of(instance)))
 
 
 def log_together(context: dg.AssetExecutionContext, events: Iterable[dg.AssetMaterialization]) -> None:
@@ -91,36 +92,44 @@ def _numbered(
             yield event, DagsterEventBatchMetadata(name, number == len(group))
 
 
-def only_of(run_config: object) -> frozenset[str] | None:
-    """The partitions of its range that a run is for, as the config of its op names them; None: all."""
+def only_of(run_config: object, op: str = "") -> frozenset[str] | None:
+    """The partitions of its range that a run is for, as the config of an op of rows names them; None: all, and for any
+    other op. `op`: of this one, or else of whichever there is.
+    """
     ops = run_config.get("ops") if isinstance(run_config, Mapping) else None
-    for op in (ops or {}).values():
-        if named := ((op or {}).get("config") or {}).get("only"):
-            return frozenset(str(named).split())
+    for name, found in (ops if isinstance(ops, Mapping) else {}).items():
+        for key in ("config", "only"):
+            found = found.get(key) if isinstance(found, Mapping) else None
+        if name.endswith(ROWS) and op in ("", name) and isinstance(found, str) and found.split():
+            return frozenset(found.split())
     return None
 
 
-Only = Callable[[str], frozenset[str] | None]
+Configured = Callable[[str], object]  # the config of a run
 
 
-def _only(instance: dg.DagsterInstance) -> Only:
+def _config_of(instance: dg.DagsterInstance) -> Configured:
     @lru_cache(maxsize=64)
-    def of(run_id: str) -> frozenset[str] | None:
+    def of(run_id: str) -> object:
         run = instance.get_run_by_id(run_id)
-        return None if run is None else only_of(run.run_config)
+        return None if run is None else run.run_config
 
     return of
 
 
-def _meant(events: list[EventLogEntry], only: Only) -> list[EventLogEntry]:
+def _meant(events: list[EventLogEntry], config: Configured) -> list[EventLogEntry]:
     """Without planned events of partitions that the run leaves alone: Dagster plans its whole range."""
     if events[0].dagster_event_type != dg.DagsterEventType.ASSET_MATERIALIZATION_PLANNED:
         return events
-    meant = only(events[0].run_id)
-    return events if meant is None else [one for one in events if one.get_dagster_event().partition in meant]
+    return [one for one in events if _is_meant(one.get_dagster_event(), config(one.run_id))]
 
 
-def _in_groups(store: Store, only: Only) -> Store:
+def _is_meant(event: dg.DagsterEvent, config: object) -> bool:
+    only = None if event.asset_key is None else only_of(config, event.asset_key.to_python_identifier())
+    return only is None or event.partition in only
+
+
+def _in_groups(store: Store, config: Configured) -> Store:
     """One write for each kind of event of a run, in order."""
 
     def of(event: EventLogEntry) -> tuple[str, dg.DagsterEventType | None]:
@@ -128,7 +137,7 @@ def _in_groups(store: Store, only: Only) -> Store:
 
     def store_event_batch(events: Sequence[EventLogEntry]) -> None:
         for _, group in groupby(events, of):
-            if meant := _meant(list(group), only):
+            if meant := _meant(list(group), config):
                 store(meant)
 
     return store_event_batch

@@ -113,8 +113,13 @@ def generate_rows(
 
 
 def keys_of(keys: Sequence[str], only: str) -> list[str]:
-    """The batches of a range that its run is for. `only`: as in the run's config."""
+    """The batches of a range that its run is for. `only`: as in the run's config. Raises dg.Failure for others."""
     meant = frozenset(only.split())
+    if unknown := meant - set(keys):
+        raise dg.Failure(
+            f"config `only`: expected batches of the run's range, {keys[0]} to {keys[-1]}, found {min(unknown)}",
+            allow_retries=False,
+        )
     return [key for key in keys if key in meant] if meant else list(keys)
 
 

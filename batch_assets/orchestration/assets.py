@@ -32,6 +32,7 @@ from batch_assets.capacity_planning.planner_input import FleetView, propose
 from batch_assets.capacity_planning.workload_estimate import WorkloadEstimator
 from batch_assets.catalog import ledger
 from batch_assets.catalog.publications import ledger_state
+from batch_assets.dagster_internals.kept_connections import keep_connections
 from batch_assets.dagster_internals.run_cancellation import cancellation_in_words
 from batch_assets.exports.declared_export import export_declared, is_exported
 from batch_assets.filtering.passed_table import PassedStore, filtered, is_current
@@ -139,7 +140,7 @@ def prompts_asset(
         if config.model and (problem := name_problem(config.model)):
             raise dg.Failure(f"run config: model: expected a model as the engine knows it, but {problem}")
         wanted = spec.model_copy(update={"model": config.model}) if config.model else spec
-        data = store.dataset(spec.name)
+        data = _opened(context, store, spec.name)
         started = time.monotonic()
 
         def answers() -> bool:
@@ -454,7 +455,7 @@ def table_asset(spec: GeneratedDatasetSpec, base: Path) -> dg.AssetsDefinition:
         **_about(spec, "The table: one line per source row, in a few large Parquet files.", {"parquet", "table"}),
     )
     def dataset(context: dg.AssetExecutionContext, store: BatchStore, fleet: GpuFleet) -> dg.MaterializeResult:  # type: ignore[type-arg]  # Dagster looks for the bare name
-        data = store.dataset(spec.name)
+        data = _opened(context, store, spec.name)
         reusable = ReusableAnswers(data.objects, spec.name, spec.reuse).paths()  # of this snapshot or older ones
         manifest = current_manifest(data)
         if manifest.streaming is not None:
@@ -511,7 +512,7 @@ def judged_asset(spec: GeneratedDatasetSpec) -> dg.AssetsDefinition:
         **_about(spec, "The judged rows, one line each, with what the votes say.", {"parquet"}),
     )
     def counted(context: dg.AssetExecutionContext, store: BatchStore, fleet: GpuFleet) -> dg.MaterializeResult:  # type: ignore[type-arg]  # Dagster looks for the bare name
-        data = store.dataset(spec.name)
+        data = _opened(context, store, spec.name)
         try:
             with (
                 cancellation_in_words(context, lambda: _canceled(spec.name)),
@@ -540,7 +541,7 @@ def passed_asset(spec: GeneratedDatasetSpec, folder: Path) -> dg.AssetsDefinitio
         **_about(spec, "The rows of the table that pass the filter. Those that fall out lie beside.", {"parquet"}),
     )
     def passed(context: dg.AssetExecutionContext, store: BatchStore, fleet: GpuFleet) -> dg.MaterializeResult:  # type: ignore[type-arg]  # Dagster looks for the bare name
-        data = store.dataset(spec.name)
+        data = _opened(context, store, spec.name)
         try:
             with (
                 cancellation_in_words(context, lambda: _canceled(spec.name)),
@@ -574,7 +575,7 @@ def export_asset(spec: GeneratedDatasetSpec, export: ExportSpec, folder: Path) -
         **_about(spec, f"The table as files of the form {export.format}.", {"file"}),
     )
     def files(context: dg.AssetExecutionContext, store: BatchStore, fleet: GpuFleet) -> dg.MaterializeResult:  # type: ignore[type-arg]  # Dagster looks for the bare name
-        data = store.dataset(spec.name)
+        data = _opened(context, store, spec.name)
         try:
             with (
                 cancellation_in_words(context, lambda: _canceled(spec.name)),
@@ -587,6 +588,14 @@ def export_asset(spec: GeneratedDatasetSpec, export: ExportSpec, folder: Path) -
         return dg.MaterializeResult(data_version=dg.DataVersion(written.version), metadata=export_metadata(written))
 
     return files
+
+
+def _opened(context: dg.AssetExecutionContext, store: BatchStore, dataset: str) -> DatasetStore:
+    """The dataset's store. From here on the run keeps its connection to Dagster's database: one, as a server has room
+    for some hundred, and there may be as many runs.
+    """
+    keep_connections(context.instance, kept=1)
+    return store.dataset(dataset)
 
 
 def _canceled(dataset: str) -> str:
@@ -636,7 +645,7 @@ def dead_letters_asset(spec: GeneratedDatasetSpec) -> dg.AssetsDefinition:
         **_about(spec, "Rows without a completion, with reason, tries and instance.", {"parquet"}),
     )
     def dead_letter_list(context: dg.AssetExecutionContext, store: BatchStore, fleet: GpuFleet) -> dg.MaterializeResult:  # type: ignore[type-arg]  # Dagster looks for the bare name
-        data = store.dataset(spec.name)
+        data = _opened(context, store, spec.name)
         with (
             cancellation_in_words(context, lambda: _canceled(spec.name)),
             fleet.alive(context.run.run_id, spec.name, "listing the dead letters"),

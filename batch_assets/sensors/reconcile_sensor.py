@@ -17,7 +17,7 @@ from resources.store.dataset_store import BatchStore, DatasetStore
 
 SECONDS = 60
 TICK_SECONDS = 5.0  # after which no further slice is begun
-LOSS_SECONDS = 30.0  # the same where a loss was found; a sensor has 60 s (DAGSTER_SENSOR_GRPC_TIMEOUT_SECONDS)
+LOSS_SECONDS = 20.0  # the same where a loss was found; a sensor has 60 s (DAGSTER_SENSOR_GRPC_TIMEOUT_SECONDS)
 
 
 def reconcile_sensor(datasets: Callable[[], Mapping[str, Any]], store: BatchStore) -> dg.SensorDefinition:

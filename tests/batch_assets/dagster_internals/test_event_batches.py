@@ -13,7 +13,7 @@ from dagster._core.storage.event_log.sql_event_log import SqlEventLogStorage
 
 from batch_assets.catalog.ledger import DATA_VERSION_TAG
 from batch_assets.dagster_internals import event_batches
-from batch_assets.dagster_internals.event_batches import log_together, report_together, write_together
+from batch_assets.dagster_internals.event_batches import log_together, only_of, report_together, write_together
 from batch_assets.dagster_internals.kept_connections import keep_connections
 
 KEYS = [f"{number:05}" for number in range(1201)]
@@ -143,6 +143,23 @@ def test_of_a_run_for_some_partitions_of_its_range_only_those_are_planned(instan
     assert dg.materialize([rows], instance=instance, tags=tags, run_config=some).success
     planned = written(instance, dg.DagsterEventType.ASSET_MATERIALIZATION_PLANNED)
     assert sorted(planned, key=str) == [KEYS[0], KEYS[700], KEYS[1200]]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"ops": {"d__rows": {"config": {"only": "a  b"}}, "other": {"config": "text"}}}, {"a", "b"}),
+        ({"ops": {"d__rows": {"config": {"only": " "}}}}, None),
+        ({"ops": {"d__rows": {"config": {"only": ["a"]}}}}, None),
+        ({"ops": {"d__rows": "text", "other": {"config": {"only": "a"}}}}, None),
+        ({"ops": ["d__rows"]}, None),
+        (None, None),
+    ],
+)
+def test_only_the_op_of_the_rows_says_for_which_partitions_a_run_is(config: object, expected: set[str] | None):
+    """Ops of a user's assets may have any config, and one called `only`."""
+    assert only_of(config) == only_of(config, "d__rows") == expected
+    assert only_of(config, "other") is only_of(config, "e__rows") is None
 
 
 @pytest.mark.slow

@@ -13,8 +13,6 @@ from pathlib import Path
 import dagster as dg
 import pytest
 import sqlalchemy as sa
-from dagster._core.definitions.job_base import InMemoryJob
-from dagster._core.executor.in_process import InProcessExecutor
 from dagster._core.scheduler.instigation import (
     InstigatorState,
     InstigatorStatus,
@@ -26,7 +24,6 @@ from dagster._core.scheduler.instigation import (
 from support.sensor_states import state_of
 
 from batch_assets.dagster_internals.kept_connections import PURGE_SECONDS, keep_connections
-from batch_assets.definitions import in_process, platform
 
 DAY = 24 * 3600.0
 KEY = dg.AssetKey("a")
@@ -204,20 +201,3 @@ def test_the_second_time_it_changes_nothing(kept: dg.DagsterInstance):
     before = [dict(vars(storage)) for storage in storages]
     keep_connections(kept)
     assert [dict(vars(storage)) for storage in storages] == before
-
-
-def test_every_run_of_the_platform_keeps_its_connections_from_the_start(
-    home: Path, stock: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
-):
-    @dg.job
-    def nothing() -> None: ...
-
-    stock.add_instigator_state(state_of("s", min_interval=5))
-    with dg.DagsterInstance.from_config(str(home)) as instance:
-        executor, create = platform().executor, in_process.executor_creation_fn
-        assert executor is in_process and create is not None
-        context = dg.InitExecutorContext(InMemoryJob(nothing), in_process, {"retries": {"enabled": {}}}, instance)
-        assert isinstance(create(context), InProcessExecutor)
-        forbid_stock_engines(monkeypatch)
-        look_around(instance)
-        assert only(instance).status == InstigatorStatus.RUNNING

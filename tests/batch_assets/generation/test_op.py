@@ -17,8 +17,9 @@ from support.simulated_engine import SimulatedEngine, simulated_engine
 import batch_assets.orchestration.assets
 from batch_assets.catalog import ledger
 from batch_assets.catalog.backfills import range_of, range_runs
+from batch_assets.dagster_internals import kept_connections
 from batch_assets.generation import progress_report
-from batch_assets.generation.op import LedgerEntries
+from batch_assets.generation.op import LedgerEntries, keys_of
 from batch_assets.tags import ENDPOINT_TAG, RANGE_END_TAG, RANGE_START_TAG, REQUEST_TAG
 from resources.endpoints import allow
 
@@ -316,3 +317,19 @@ def test_a_publication_that_was_declared_dead_deletes_no_journal(
     monkeypatch.setattr(batch_assets.orchestration.assets, "publish", cut_off)
     site.materialize("dataset")
     assert (path in site.store.journal.ordinary_segments()) is dead
+
+
+@pytest.mark.parametrize(("only", "expected"), [("", ["1", "2", "3"]), ("3 1", ["1", "3"]), ("  ", ["1", "2", "3"])])
+def test_a_run_is_for_the_batches_of_its_range_that_its_config_names(only: str, expected: list[str]):
+    assert keys_of(["1", "2", "3"], only) == expected
+
+
+def test_a_batch_outside_of_the_range_is_refused():
+    with pytest.raises(dg.Failure, match="config `only`: expected batches of the run's range, 1 to 3, found 4"):
+        keys_of(["1", "2", "3"], "1 4")
+
+
+def test_a_run_keeps_its_connections_whichever_asset_it_makes(site: DatasetProject):
+    kept_connections._keeping.discard(site.instance)
+    assert site.materialize("prompts").success
+    assert site.instance in kept_connections._keeping
