@@ -13,11 +13,19 @@ LISTED = 20
 SHOWN_REJECTS = 3
 SHOWN_NAME = 64
 MOST_NAMES = 1_000
-NO_UTF8 = "not valid UTF-8 at byte"  # of a line of a file of text
 OTHER_ENCODING = (
     "A file that is not UTF-8: write source.encoding: windows-1252 (which reads Latin-1, too), or convert it "
     "(iconv -f ENCODING -t UTF-8)."
 )
+
+
+class NotUtf8(str):
+    """Why a line of a file of text cannot be used: the bytes that are not UTF-8 begin at `byte`, from 1."""
+
+    __slots__ = ()
+
+    def __new__(cls, byte: int) -> NotUtf8:
+        return super().__new__(cls, f"not valid UTF-8 at byte {byte}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +73,7 @@ class SourceError(UserFacingError):
 
 def remedy(rejects: Sequence[Reject]) -> str:
     """A line on what helps against bad rows of this kind, where a key of the source does; else ""."""
-    return f"{OTHER_ENCODING}\n" if any(NO_UTF8 in reject.reason for reject in rejects) else ""
+    return f"{OTHER_ENCODING}\n" if any(isinstance(reject.reason, NotUtf8) for reject in rejects) else ""
 
 
 def shown(name: str) -> str:

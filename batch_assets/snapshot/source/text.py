@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import orjson
 
 from batch_assets.snapshot.source.block import BLOCK_ROWS, Block
-from batch_assets.snapshot.source.errors import NO_UTF8, OTHER_ENCODING, Reject, SourceError, Unseen, no_column, shown
+from batch_assets.snapshot.source.errors import OTHER_ENCODING, NotUtf8, Reject, SourceError, Unseen, no_column, shown
 from batch_assets.snapshot.source.files import first_read
 from batch_assets.snapshot.source.json_array import MAX_ITEM, JsonArray, refuse_other_layout, refuse_swallowed
 from batch_assets.snapshot.source.repeated_keys import RepeatedKeys
@@ -158,7 +158,7 @@ def _json_reason(line: bytes, error: ValueError) -> str:
     try:
         line.decode()
     except UnicodeDecodeError as bad:
-        return f"{NO_UTF8} {bad.start + 1}"
+        return NotUtf8(bad.start + 1)
     return f"not valid JSON: {error.msg.partition(': line ')[0]} at character {error.pos + 1}"
 
 
@@ -185,7 +185,7 @@ class _CsvLines:
         try:
             return line.decode() + "\n"
         except UnicodeDecodeError as error:
-            self.bad[self.number] = f"{NO_UTF8} {error.start + 1}"
+            self.bad[self.number] = NotUtf8(error.start + 1)
             return line.decode(errors="replace") + "\n"
 
 
@@ -244,7 +244,7 @@ def _header(file: str, reader: Any, lines: _CsvLines) -> list[str] | None:
         raise SourceError(f"{file}, line 1: expected a header line, found text that is no CSV ({error})") from error
     if lines.bad:
         reason = next(iter(lines.bad.values()))
-        hint = f". {OTHER_ENCODING}" if NO_UTF8 in reason else ""
+        hint = f". {OTHER_ENCODING}" if isinstance(reason, NotUtf8) else ""
         raise SourceError(f"{file}, line 1: expected a header line, found one that is {reason}{hint}")
     name, times = next(iter(Counter(filter(None, header)).most_common(1)), ("", 0))  # commas at the end name nothing
     if times > 1:
