@@ -1,10 +1,13 @@
 """Versions of a group of tables, by Alembic: each process that opens the database brings them to the newest one first.
 
 SQLite's single writer, or an advisory lock of Postgres, lets one process at a time do it; the others then find it done.
+Alembic keeps what it is doing in variables of its module, so within a process one thread at a time may: else tables of
+one database are made in another one, which then is said to have its own.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +15,8 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from gpu_runner.errors import UserFacingError
+
+ONE_UPGRADE = threading.RLock()  # to be held before the transaction begins, so that nobody waits for it with a lock
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,10 @@ class TableVersions:
 
     def upgrade(self, connection: sa.Connection, version: str) -> None:
         """Bring the tables to this version, in the transaction of the connection. Raises what `too_new` makes."""
+        with ONE_UPGRADE:
+            self._upgrade(connection, version)
+
+    def _upgrade(self, connection: sa.Connection, version: str) -> None:
         if connection.dialect.name == "postgresql":
             connection.execute(sa.select(sa.func.pg_advisory_xact_lock(self.lock)))
         found = self.version_of(connection)  # again, alone: another process may have done it meanwhile

@@ -33,6 +33,7 @@ from gpu_runner.fleet_database.clock_jumps import (
 from gpu_runner.fleet_database.migrations import HEAD, upgrade, version_of
 from gpu_runner.fleet_database.tables import CLAIMS, DATASETS, FACTS, INSTANCES, LEASES, OFFER_FAILURES, RUNS
 from gpu_runner.sqlite_files import sqlite_engine
+from gpu_runner.table_versions import ONE_UPGRADE
 
 __all__ = ["CLAIMS", "DATASETS", "FACTS", "INSTANCES", "LEASES", "OFFER_FAILURES", "RUNS", "Tables", "database_now"]
 
@@ -83,7 +84,8 @@ class Tables:
         with self._reader() as connection:
             found = version_of(connection)
         if found != HEAD:
-            self._upgrade(url)
+            with ONE_UPGRADE:
+                self._upgrade(url)
 
     def _upgrade(self, url: str) -> None:
         if self.engine.dialect.name == "sqlite":

@@ -15,6 +15,7 @@ from batch_assets.api.database.migrations import HEAD, upgrade, version_of
 from batch_assets.api.database.tables import IDENTITY
 from gpu_runner.errors import ExitStatus, UserFacingError
 from gpu_runner.sqlite_files import sqlite_engine
+from gpu_runner.table_versions import ONE_UPGRADE
 
 BUSY_SECONDS = 10
 POOL_SECONDS = 5.0  # how long a caller waits for one of the connections, when all are taken
@@ -51,7 +52,8 @@ class Records:
     def __init__(self, url: str) -> None:
         try:
             self.engine = _bounded_engine(url)
-            self._bring_to_head(url)
+            with ONE_UPGRADE:
+                self._bring_to_head(url)
         except (SQLAlchemyError, ImportError, ValueError) as error:
             raise RecordsError(
                 "BATCH_ASSETS_API_DB: expected a database that can be opened (sqlite:////path/api.db or "
