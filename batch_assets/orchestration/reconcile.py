@@ -25,7 +25,7 @@ from batch_assets.tags import PUBLISH_VOID_TAG
 from resources.objects.opening import CorruptObject, ObjectInfo, StoreError
 from resources.store.dataset_store import BatchEntry, BatchFooter, BatchObject, DatasetStore, check_object
 
-SLICE_BATCHES = 10_000
+SLICE_BATCHES = 5_000
 CHECKS = 50  # objects read whole per slice
 FEW = 3  # batches that may be lost at once without anybody being asked
 GONE, CHANGED = "its object is gone", "its object is not as it was written"

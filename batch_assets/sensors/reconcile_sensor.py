@@ -16,7 +16,8 @@ from resources.objects.store_health import is_store_trouble
 from resources.store.dataset_store import BatchStore, DatasetStore
 
 SECONDS = 60
-TICK_SECONDS = 5.0  # after which no further slice is begun
+# After which no further slice is begun: in all, and of this thread's processor, which other sensors wait for.
+TICK_SECONDS, TICK_CPU_SECONDS = 5.0, 0.5
 LOSS_SECONDS = 20.0  # the same where a loss was found; a sensor has 60 s (DAGSTER_SENSOR_GRPC_TIMEOUT_SECONDS)
 
 
@@ -34,17 +35,17 @@ def reconcile_sensor(datasets: Callable[[], Mapping[str, Any]], store: BatchStor
     def sensor(context: dg.SensorEvaluationContext) -> dg.SkipReason:
         instance = instance_of(context)
         names = sorted(datasets())
-        began, said, looked = time.monotonic(), list[str](), 0
+        time_left, said, looked = _TimeLeft(time.monotonic(), time.thread_time()), list[str](), 0
         place = _place(context.cursor, names)
         newest = catalog(instance, names)
         for step in range(len(names)):
             name = names[(place[0] + step) % len(names)]
             reconciler = known.setdefault(name, Reconciler(instance, store.for_sensor(name)))
             reconciler.instance, reconciler.store = instance, store.for_sensor(name)  # new ones at each tick
-            walk = _Walk(reconciler, place[1] if step == 0 else 0, began, context.log)
+            walk = _Walk(reconciler, place[1] if step == 0 else 0, time_left, context.log)
             walk.go(newest.get(name))
             said, looked = said + walk.said, looked + walk.looked
-            if walk.unfinished or time.monotonic() >= began + TICK_SECONDS:
+            if walk.unfinished or not time_left(lost=False):
                 after = name if walk.unfinished else names[(place[0] + step + 1) % len(names)]
                 context.update_cursor(f"{after}:{walk.number if walk.unfinished else 0}")
                 break
@@ -57,9 +58,24 @@ def reconcile_sensor(datasets: Callable[[], Mapping[str, Any]], store: BatchStor
     return sensor
 
 
+@dataclass(frozen=True, slots=True)
+class _TimeLeft:
+    """Whether a tick has time for another slice. `began`: monotonic seconds, and processor seconds of its thread."""
+
+    began: float
+    cpu_began: float
+
+    def __call__(self, *, lost: bool) -> bool:
+        """`lost`: something is, and all of it is to be found."""
+        seconds = time.monotonic() - self.began
+        if lost:
+            return seconds < LOSS_SECONDS
+        return seconds < TICK_SECONDS and time.thread_time() - self.cpu_began < TICK_CPU_SECONDS
+
+
 @dataclass(slots=True)
 class _Walk:
-    """Through the slices of one dataset, from `number` on, as far as the time goes. `began`: monotonic seconds.
+    """Through the slices of one dataset, from `number` on, as far as the time goes.
 
     Where something is lost, the walk takes longer and comes round to the slices before the one that it began with. All
     losses are then written down together, so that the launcher packs them into few runs.
@@ -67,7 +83,7 @@ class _Walk:
 
     reconciler: Reconciler
     number: int
-    began: float
+    time_left: _TimeLeft
     log: logging.Logger
     said: list[str] = field(default_factory=list)
     looked: int = 0
@@ -99,8 +115,7 @@ class _Walk:
                 self.number, came_round = 0, True
             end = min(first, self.reconciler.slices()) if came_round else self.reconciler.slices()
             self.unfinished = self.number < end
-            seconds = LOSS_SECONDS if self._lost.lost else TICK_SECONDS
-            if not self.unfinished or time.monotonic() >= self.began + seconds:
+            if not self.unfinished or not self.time_left(lost=bool(self._lost.lost)):
                 return
 
     def _look(self, newest: int | None) -> None:

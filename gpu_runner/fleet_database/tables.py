@@ -73,8 +73,8 @@ sa.Index(
 
 # `instances`, `offers`, `pause`: the command. `request`: what is made now ("": nothing), since when. What an operator
 # overrides holds for that request. `memory`, `plan`: what the capacity sensor keeps and shows, as JSON. `counted_…`:
-# what was spent, and US dollars per second, when it was last added up (NULL: that is not the most any more).
-# `accepted_gates`: names of gates that pause this request no more, as JSON.
+# what was spent or is granted, and US dollars per second, when it was last added up (NULL: that is not the most any
+# more). `accepted_gates`: names of gates that pause this request no more, as JSON.
 DATASETS = sa.Table(
     "datasets",
     METADATA,

@@ -31,21 +31,22 @@ class Spend:
     """US dollars of a dataset since its request began. Seconds are real ones.
 
     `usd`: spent until now. `usd_per_second`: of the instances that it pays for now. `reserve_usd`: what these will cost
-    until they are ended, if from now on nobody renews a lease on them, and what engines that are paid by the token may
-    still spend (`gpu_runner.fleet_database.grants`).
+    until they are ended, if from now on nobody renews a lease on them. `granted_usd`: what engines that are paid by the
+    token may still spend (`gpu_runner.fleet_database.grants`).
     """
 
     usd: float = 0.0
     usd_per_second: float = 0.0
     reserve_usd: float = 0.0
+    granted_usd: float = 0.0
 
     def bound(self, drain_seconds: float = 0.0) -> float:
         """What will have been spent at the most, if all go on for `drain_seconds` and are then given up."""
         return self.usd + self.held_back(drain_seconds)
 
     def held_back(self, drain_seconds: float = 0.0) -> float:
-        """What is not to be spent on work: it ends what is rented."""
-        return self.reserve_usd + self.usd_per_second * drain_seconds
+        """What is not to be spent on other work: it ends what is rented, or is granted."""
+        return self.reserve_usd + self.granted_usd + self.usd_per_second * drain_seconds
 
     def rule(self, drain_seconds: float = 0.0) -> str:
         """What was spent and what is held back, in words."""
@@ -229,7 +230,8 @@ _PAYERS_BUDGET = _BUDGETS.add_columns(_MOST.label("most")).where(DATASETS.c.data
 def _count(connection: sa.Connection, now: float, budget: Budget) -> Spend:
     """Add up what was spent, and keep it."""
     spend = spend_of(connection, now, budget.dataset, budget.since)
-    kept = {"counted_at": now, "counted_usd": spend.usd, "counted_rate": spend.usd_per_second}
+    # A lease keeps what was granted to it: it is spent by the token, and not at the rate.
+    kept = {"counted_at": now, "counted_usd": spend.usd + spend.granted_usd, "counted_rate": spend.usd_per_second}
     connection.execute(DATASETS.update().where(DATASETS.c.dataset == budget.dataset).values(**kept))
     return spend
 
@@ -239,7 +241,7 @@ def spend_of(connection: sa.Connection, now: float, dataset: str, since: float) 
     of = {"now": now, "since": since, "dataset": dataset}
     usd, rate, reserve = (float(value or 0.0) for value in connection.execute(_SPEND, of).one())
     by_tokens, granted = (float(value or 0.0) for value in connection.execute(_SPEND_BY_TOKENS, of).one())
-    return Spend(usd + by_tokens, rate, reserve + rate * END_SECONDS + granted)
+    return Spend(usd + by_tokens, rate, reserve + rate * END_SECONDS, granted)
 
 
 def _later(one: sa.ColumnElement[Any], other: sa.ColumnElement[Any]) -> sa.ColumnElement[Any]:

@@ -34,8 +34,9 @@ FOREVER = 1e9
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[SensorDataset]:
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SensorDataset]:
     """Three datasets of the same rows, each of six batches that are committed and reported."""
+    monkeypatch.setattr(reconcile_sensor, "TICK_CPU_SECONDS", FOREVER)  # whatever this machine takes
     with contextlib.ExitStack() as stack:
         instance = dg.DagsterInstance.ephemeral()
         site = SensorDataset.open(tmp_path, instance, stack, *({**SPEC, "name": name} for name in NAMES))
@@ -95,6 +96,20 @@ def test_after_a_tick_that_was_broken_off_the_first_slices_are_looked_at_again(
     said = ticked(site, kept)
     assert "d0: 1 batches are void" in said
     assert "d1: 1 batches are void" in said
+
+
+@pytest.mark.slow
+def test_a_tick_that_has_used_its_share_of_the_processor_begins_no_further_slice(
+    site: SensorDataset, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(reconcile, "SLICE_BATCHES", 2)
+    monkeypatch.setattr(reconcile_sensor, "TICK_CPU_SECONDS", 0.0)
+    kept = sensors(site)
+    assert ticked(site, kept).endswith("(1 looks)")
+    assert site.cursors["reconcile"] == "d0:1"
+    monkeypatch.setattr(reconcile_sensor, "TICK_CPU_SECONDS", FOREVER)
+    assert ticked(site, kept).startswith("store and catalog agree")
+    assert site.cursors["reconcile"] == "d0:0"
 
 
 def published(site: SensorDataset, kept: Mapping[str, dg.SensorDefinition], *names: str) -> set[str]:

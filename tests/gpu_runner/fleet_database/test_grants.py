@@ -88,6 +88,22 @@ def test_a_rented_machine_and_an_engine_by_the_token_share_one_budget(fleet_db: 
     assert fleet_db.spend("d").bound() == pytest.approx(20.0 - left / 2)
 
 
+def test_a_machine_is_not_kept_with_what_is_granted_to_an_engine_by_the_token(fleet_db: FleetDatabase, clock: Clock):
+    machine = ready(fleet_db)
+    fleet_db.begin_request("d", "r", budget_usd=20.0)
+    lease = hosted(fleet_db)
+    granted = fleet_db.grant(lease, 0.0, 0.1)
+    assert granted is not None and granted > 9
+    renewals = 0
+    while fleet_db.renew(machine, TTL):
+        assert fleet_db.spend("d").bound() <= 20.0
+        clock.forward(5)
+        assert fleet_db.renew(lease, TTL)
+        renewals += 1
+    assert renewals > 20  # it was kept for long
+    assert fleet_db.spend("d").usd + granted <= 20.0
+
+
 def test_a_budget_that_pays_for_no_row_refuses_the_lease_with_the_sum_that_would_do(fleet_db: FleetDatabase):
     fleet_db.begin_request("d", "r", budget_usd=1.0)
     fleet_db.check_row("d", 1.0)
