@@ -65,6 +65,7 @@ def check(project: CommandProject, api: BatchApi, engine: Any, result: dict[str,
     assert project.ask("verify", NAME)[0] == 0
 
 
+@pytest.mark.soak("dagster")
 def test_a_batch_api_writes_a_dataset(tmp_path: Path) -> None:
     with hosted(tmp_path, "50") as (project, api, engine):
         status, plan = project.ask("plan", NAME)

@@ -165,6 +165,7 @@ def ledger_by_class(home: Path) -> dict[str, Used]:
     return found
 
 
+@pytest.mark.soak("losses")
 def test_after_kills_the_ledger_says_what_the_answers_say(service: Service, tmp_path: Path) -> None:
     batches = {"batch_1h": create(service, "a", "30m"), "batch": create(service, "b", "24h")}
     answers = Answers()

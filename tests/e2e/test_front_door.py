@@ -189,6 +189,7 @@ def test_batches_run_on_engines_that_are_leased_from_the_fleet(tmp_path: Path, m
         assert fleet_db.runs() == []
 
 
+@pytest.mark.soak("dagster")
 @needs_chromium
 def test_a_batch_and_its_lineage_in_dagsters_ui(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = {"name": "other", "source": {"grid": {"word": ["sun"]}}, "prompt": {"user": "{{ word }}"}}

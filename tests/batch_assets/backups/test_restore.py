@@ -254,6 +254,7 @@ def test_a_restore_that_is_killed_is_done_again(lost: Lost, monkeypatch: pytest.
 
 @ON_BOTH
 @pytest.mark.slow
+@pytest.mark.soak("losses")
 @pytest.mark.parametrize("living", [False, True], ids=["lost", "living"])
 def test_kill_9_at_a_dozen_moments_of_a_restore_leaves_nothing_half(lost: Lost, living: bool) -> None:
     """Each try goes further than the one before, and finds what that has left."""

@@ -465,6 +465,7 @@ print(len(rows), digest.hexdigest())
 
 
 @pytest.mark.slow
+@pytest.mark.soak("rows")
 @pytest.mark.timeout(600)
 def test_a_hundred_thousand_rows_come_back_byte_by_byte_after_two_kills(
     local_objects: Objects, tmp_path: Path, hub: LocalHub

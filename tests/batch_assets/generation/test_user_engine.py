@@ -143,6 +143,7 @@ def test_each_text_of_a_killed_run_is_asked_once(tmp_path: Path, store: DatasetS
 
 
 @pytest.mark.slow
+@pytest.mark.soak("losses")
 def test_kill_9_in_the_middle_repeats_only_texts_under_way(tmp_path: Path) -> None:
     root, database, rows = str(tmp_path / "store"), f"sqlite:///{tmp_path}/fleet.db", 150
     write(tmp_path, *questions(rows))

@@ -140,6 +140,7 @@ HOW = pytest.mark.parametrize("how", ["terminated", "interrupted"])
 
 
 @pytest.mark.slow
+@pytest.mark.soak("providers")
 @HOW
 @pytest.mark.parametrize("state", ["away", "busy"])
 def test_while_docker_refuses_the_gpu_stays_taken_and_then_the_end_is_tried_again(host: Host, how: str, state: str):
