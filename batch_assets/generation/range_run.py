@@ -28,7 +28,8 @@ from batch_assets.generation.range_plan import Intent, RangePlan, RunIdentity, W
 from batch_assets.generation.store_reads import StoreReads
 from batch_assets.generation.user_engine import UserEngine
 from batch_assets.worker.job_worker import JobWorker, client_of
-from gpu_runner.batch_api.batch_client import BatchClient
+from gpu_runner.batch_api.batch_client import LEAVE_SECONDS, SETTLE_SECONDS, BatchClient
+from gpu_runner.batch_api.submitted_batches import SubmittedBatch
 from gpu_runner.client.engine_client import EngineClient, EngineInfo, EngineLost, EngineRefused
 from gpu_runner.client.vector_length import VectorLength
 from gpu_runner.inference.failures.failing_requests import FailingRequests
@@ -51,7 +52,7 @@ from resources.store.journal import note_furthest
 from resources.store.outcome_tables import outcomes_from
 from resources.store.reusable_answers import ReusableAnswers, ReusableBatch
 from resources.store.row_condition import RowCondition
-from resources.store.stored_batches import RANGE, StoredBatches
+from resources.store.stored_batches import RANGE, StoredBatches, range_of_record
 
 log = logging.getLogger(__name__)
 
@@ -532,8 +533,19 @@ class RangeRun:
                 task.cancel()
             await asyncio.gather(work, stopping, return_exceptions=True)
             if await self._worker.flush():
+                seconds = LEAVE_SECONDS if self.ending else SETTLE_SECONDS
                 with contextlib.suppress(Exception):  # a store that is away: they are forgotten by the next run
-                    await engine.settle()
+                    await engine.settle(self._nobody_asks(), seconds)
+
+    def _nobody_asks(self) -> Callable[[SubmittedBatch], bool] | None:
+        """Whether the rows of a batch that was sent are all committed; None: not those of this run."""
+        first, last = self.identity.key_range
+
+        def committed(record: SubmittedBatch) -> bool:
+            found = range_of_record(record)
+            return found is not None and first <= found[0] and found[1] <= last
+
+        return None if self._job.missing() else committed
 
     def _check_context(self, info: EngineInfo) -> None:
         """A max_tokens above the model's context would make every row a dead letter: refuse before the first."""

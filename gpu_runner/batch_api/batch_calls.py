@@ -8,11 +8,11 @@ Source: https://platform.openai.com/docs/api-reference/batch and .../files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import aiohttp
@@ -32,26 +32,31 @@ from gpu_runner.bounded_http.bounded_read import (
 )
 from gpu_runner.bounded_http.tls_files import TlsFiles, ssl_of
 from gpu_runner.client.engine_connections import failure_below_http, watched_socket
-from gpu_runner.client.protocol import EngineLost, Transient, error_of
+from gpu_runner.client.protocol import EngineLost, RequestDenied, Transient, error_code, error_of
 from gpu_runner.client.server_sentence import server_sentence
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 T = TypeVar("T")
 
 KEY = "batch_assets_key"  # in a batch's metadata
-PAGES, PAGE = 20, 100  # of the list of batches that are looked through
+PAGES, PAGE = 100, 100  # of a list that is looked through
+SKEW_SECONDS = 3600.0  # between our clock and a provider's
 CALL_SECONDS, FILE_SECONDS, SILENT_SECONDS = 30.0, 3600.0, 60.0
 ID_LETTERS = 2048  # gateways put what they know of a file into its id
 ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
+# OpenAI's and Azure's, where too many tokens or requests of an account wait in batches already.
+QUEUE_FULL = frozenset({"token_limit_exceeded", "request_limit_exceeded"})
+NO_LIST = frozenset({404, 405})
 UNREAD = frozenset({"pending", "notrunning", "running", "processing"})  # Azure's, of a file that no batch may have yet
+
+
+class QueueFull(Transient):
+    """A batch is not created, as the account's queue takes no more. `message`: the provider's words."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchState:
     """A batch as its provider describes it. `status`: in OpenAI's letters. `code`, `message`: of the first of its
-    errors; "" without one. `completed`: lines that were answered, where it says.
+    errors; "" without one. `completed`, `failed`: lines that were answered, and that were not, where it says.
     """
 
     batch_id: str
@@ -61,6 +66,7 @@ class BatchState:
     code: str = ""
     message: str = ""
     completed: int = 0
+    failed: int = 0
 
     @property
     def over(self) -> bool:
@@ -71,6 +77,11 @@ class BatchState:
     def lacks_output(self) -> bool:
         """Whether it has answers, and does not say yet in which file."""
         return self.completed > 0 and not self.output_file_id
+
+    @property
+    def lines(self) -> int:
+        """How many lines its files have at least."""
+        return self.completed + (self.failed if self.status == "completed" and self.error_file_id else 0)
 
     @classmethod
     def read(cls, found: Any) -> BatchState:
@@ -83,8 +94,7 @@ class BatchState:
         listed = errors.get("data") if isinstance(errors, dict) else None
         first = listed[0] if isinstance(listed, list) and listed and isinstance(listed[0], dict) else {}
         files = _word(found, "output_file_id"), _word(found, "error_file_id")
-        said, counts = first.get("message"), found.get("request_counts")
-        completed = counts.get("completed") if isinstance(counts, dict) else None
+        said = first.get("message")
         status = _word(found, "status").lower()  # some write COMPLETED
         return cls(
             _word(found, "id"),
@@ -92,7 +102,7 @@ class BatchState:
             *files,
             _word(first, "code"),
             server_sentence(said if isinstance(said, str) else ""),
-            completed if type(completed) is int else 0,
+            *(_count(found.get("request_counts"), name) for name in ("completed", "failed")),
         )
 
 
@@ -137,10 +147,10 @@ class BatchCalls:
         await self._json("DELETE", f"files/{_escaped(file_id)}")
 
     async def create(self, file_id: str, path: str, window: str, metadata: Mapping[str, str]) -> BatchState:
-        """A new batch of the file. Some providers make no second one of the same key."""
+        """A new batch of the file. Some providers make no second one of the same key. Raises QueueFull, too."""
         asked = {"input_file_id": file_id, "endpoint": path, "completion_window": window, "metadata": dict(metadata)}
         again = {"Idempotency-Key": metadata[KEY]} if KEY in metadata else {}
-        return BatchState.read(await self._json("POST", "batches", json=asked, headers=again))
+        return BatchState.read(await self._json("POST", "batches", json=asked, headers=again, queued=True))
 
     async def look(self, batch_id: str) -> BatchState:
         """The batch as it is now."""
@@ -150,30 +160,51 @@ class BatchCalls:
         """No further row of it is begun; what is finished is kept."""
         await self._json("POST", f"batches/{_escaped(batch_id)}/cancel")
 
-    async def find(self, key: str, file_id: str) -> BatchState | None:
-        """The batch with this key in its metadata, among the newest ones; of this input file, where the provider keeps
-        no metadata.
+    async def find(self, key: str, file_id: str, since: float) -> BatchState | None:
+        """The batch with this key in its metadata, or of this input file, as not every provider keeps metadata.
+        `since`: no batch of before (Unix seconds) is meant.
         """
-        after = ""
-        for _ in range(PAGES):
-            page = await self._json("GET", f"batches?limit={PAGE}" + (f"&after={_escaped(after)}" if after else ""))
-            page = {"data": page} if isinstance(page, list) else page  # some answer with the list itself
-            listed = page.get("data") if isinstance(page, dict) else None
-            if not isinstance(listed, list):
-                raise Transient("garbage_body", "expected a list of batches", status=200)
-            for one in listed:
+        async for page in self._pages("batches"):
+            for one in page:
                 metadata = one.get("metadata") if isinstance(one, dict) else None
-                same = metadata.get(KEY) == key if isinstance(metadata, dict) and metadata else False
-                if same or (not metadata and file_id and _word(one, "input_file_id") == file_id):
+                same = isinstance(metadata, dict) and metadata.get(KEY) == key
+                if same or (file_id and _word(one, "input_file_id") == file_id):
                     return BatchState.read(one)
-            after = _word(listed[-1], "id") if listed else ""
-            if not after or page.get("has_more") is not True:
+            if _all_before(page, since - SKEW_SECONDS):
                 return None
         return None
 
+    async def files_named(self, name: str, since: float) -> list[str]:
+        """Ids of the input files of this name. `since`: as for `find`."""
+        found = []
+        async for page in self._pages("files", "&purpose=batch"):
+            found += [_word(one, "id") for one in page if _word(one, "filename") == name]
+            if _all_before(page, since - SKEW_SECONDS):
+                break
+        return [one for one in found if one]
+
+    async def _pages(self, what: str, query: str = "") -> AsyncIterator[list[Any]]:
+        """Of a list, mostly the newest first; so many of them at most."""
+        after = ""
+        for _ in range(PAGES):
+            more = f"&after={_escaped(after)}" if after else ""
+            page = await self._json("GET", f"{what}?limit={PAGE}{query}{more}")
+            page = {"data": page} if isinstance(page, list) else page  # some answer with the list itself
+            listed = page.get("data") if isinstance(page, dict) else None
+            if not isinstance(listed, list):
+                raise Transient("garbage_body", f"expected a list of {what}", status=200)
+            yield listed
+            before, after = after, _word(listed[-1], "id") if listed else ""
+            if after in ("", before) or page.get("has_more") is not True:
+                return
+
     async def answers(self) -> None:
-        """Raises unless the API answers, with this key."""
-        await self._json("GET", "batches?limit=1")
+        """Raises unless the API answers, with this key; one that lists no batches shows the second later."""
+        try:
+            await self._json("GET", "batches?limit=1")
+        except RequestDenied as error:
+            if error.status not in NO_LIST:
+                raise
 
     async def download(self, file_id: str, into: Path, most: int) -> bool:
         """What a file holds, but no more than `most` bytes. Returns whether that is all of it."""
@@ -199,9 +230,9 @@ class BatchCalls:
             raise failure_below_http(error) from error
         return True
 
-    async def _json(self, method: str, path: str, *, seconds: float = CALL_SECONDS, **body: Any) -> Any:
+    async def _json(self, method: str, path: str, *, seconds: float = CALL_SECONDS, **more: Any) -> Any:
         try:
-            async with self._asked(method, path, timeout=aiohttp.ClientTimeout(total=seconds), **body) as answer:
+            async with self._asked(method, path, timeout=aiohttp.ClientTimeout(total=seconds), **more) as answer:
                 found = await read_body(answer, PAGE_BYTES)
         except (BodyTooLarge, UnaskedEncoding) as error:
             raise Transient("garbage_body", str(error), status=200) from error
@@ -213,13 +244,19 @@ class BatchCalls:
             raise Transient("garbage_body", "expected JSON", status=200) from error
 
     @asynccontextmanager
-    async def _asked(self, method: str, path: str, **more: Any) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def _asked(
+        self, method: str, path: str, *, queued: bool = False, **more: Any
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """`queued`: a refusal may mean that the account's queue is full."""
         url = URL(f"{self._api}".rstrip("/") + f"/{path}", encoded=True)
         async with self._session.request(method, url, allow_redirects=False, ssl=ssl_of(self._tls), **more) as answer:
             if not 200 <= answer.status < 300:
                 said = await read_beginning(answer, ERROR_BYTES)
                 said = said.replace(self._api_key, b"[API key]") if self._api_key else said
-                raise error_of(answer.status, answer.headers, said)
+                error = error_of(answer.status, answer.headers, said)
+                if queued and answer.status < 500 and error_code(said) in QUEUE_FULL:
+                    raise QueueFull("queue_full", getattr(error, "message", ""), taken=False, status=answer.status)
+                raise error
             yield answer
 
 
@@ -240,3 +277,15 @@ def _escaped(word: str) -> str:
 def _word(found: Any, key: str) -> str:
     value = found.get(key) if isinstance(found, dict) else None
     return value if isinstance(value, str) and 0 < len(value) <= ID_LETTERS and value.isprintable() else ""
+
+
+def _count(counts: Any, name: str) -> int:
+    found = counts.get(name) if isinstance(counts, dict) else None
+    return found if type(found) is int and found > 0 else 0
+
+
+def _all_before(page: list[Any], moment: float) -> bool:
+    """Whether the list is sorted with the newest first, and this page and all after it are of before the moment."""
+    made = [one.get("created_at") if isinstance(one, dict) else None for one in page]
+    times = [at for at in made if isinstance(at, int | float)]
+    return len(times) == len(page) > 1 and times[0] < moment and times == sorted(times, reverse=True)

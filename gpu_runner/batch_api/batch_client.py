@@ -25,9 +25,11 @@ from typing import Any, Self, TypeVar, cast
 
 import aiohttp
 
-from gpu_runner.batch_api.batch_calls import BatchCalls, BatchState
+from gpu_runner.batch_api import batch_calls
+from gpu_runner.batch_api.batch_calls import BatchCalls, BatchState, QueueFull
 from gpu_runner.batch_api.batch_lines import FoundLine, LineAnswer, OutputLines, custom_ids, digest_of, input_line
 from gpu_runner.batch_api.patient_calls import GONE, PatientCalls
+from gpu_runner.batch_api.provider_leftovers import clear
 from gpu_runner.batch_api.submitted_batches import BatchRecords, SubmittedBatch
 from gpu_runner.bounded_http.bounded_read import FREE_BYTES, Admit, BodyTooLarge
 from gpu_runner.client.answers.quota_codes import quota_code
@@ -56,14 +58,16 @@ TASKS = ("chat", "completion", "embedding")
 
 FIRST_POLL_SECONDS, POLL_GROWTH = 0.5, 1.5
 OVERDUE = 1.25  # times the window: a batch that has not ended by then is given up
-# OpenAI's and Azure's, where too many tokens or requests of an account wait in batches already.
-QUEUE_FULL = frozenset({"token_limit_exceeded", "request_limit_exceeded", "rate_limit_exceeded"})
+QUEUE_FULL = batch_calls.QUEUE_FULL | {"rate_limit_exceeded"}  # of a batch that failed: not a limit per minute
 QUEUE_SECONDS, LONGEST_QUEUE_SECONDS = 60.0, 600.0
 CANCEL_SECONDS, LEAVE_SECONDS = 900.0, 1.5  # OpenAI's take up to ten minutes
-LACKS_OUTPUT_SECONDS = 120.0  # until a batch that has ended must say where its answers are
+LACKS_OUTPUT_SECONDS = 120.0  # until a batch that has ended must say where its answers are, and give them whole
+SETTLE_SECONDS = 30.0  # for what a provider is to delete
 AT_ONCE = 100  # rows that are answered before others get their turn
 LOOKED_AT = 100  # lines of which it is compared why they are refused
 ALL_REFUSED = 8  # lines that are refused alike and none answered: then it is not the rows
+HINTS = {"too_many_tasks": " Lower batch.max_requests_per_batch of the engine."}
+NOT_COME_TO = {"cancelled": "batch_cancelled", "expired": "batch_expired"}
 
 
 @dataclass(eq=False, slots=True)
@@ -73,12 +77,13 @@ class _Row:
     body: bytes
     digest: str
     line: asyncio.Future[FoundLine]
+    given: tuple[_Batch, str] | None = None  # the batch, and the custom_id, of its line
 
 
 @dataclass(eq=False, slots=True)
 class _Batch:
     """One that was sent, or is to be. `rows`: that wait for a line of it, by `custom_id`; `free`: lines that nobody
-    has asked for yet, by digest. `cancelled`: by us.
+    has asked for yet, by digest. `cancelled`: by us. `files`: of its answers, at the provider.
     """
 
     record: SubmittedBatch
@@ -89,10 +94,21 @@ class _Batch:
     cancelled: bool = False
     over: str = ""  # the status that it ended with
     given: bool = False  # every line that came has gone to its row
+    unclear: bool = True  # whether it may be at the provider, although we have no id of it
+    files: tuple[str, ...] = ()
 
     @property
     def ids(self) -> list[str]:
         return custom_ids(self.record.digests)
+
+    @property
+    def done(self) -> bool:
+        """Whether nobody can ask for a line of it."""
+        return self.given and not any(self.free.values())
+
+    def put_back(self, custom_id: str) -> None:
+        """Whoever asks for such a row takes this line."""
+        self.free.setdefault(custom_id.rpartition("-")[0], deque()).append(custom_id)
 
 
 class BatchClient(EngineClient):
@@ -205,11 +221,16 @@ class BatchClient(EngineClient):
         row = _Row(body, digest_of(body), asyncio.get_running_loop().create_future())
         if not self._attach(row):
             self._gather(row)
-        line = await row.line
         try:
+            line = await row.line
             if admit is not None and line.length > FREE_BYTES:
                 await admit(line.length)
             return await read(cast("aiohttp.ClientResponse", line.read()), None)
+        except asyncio.CancelledError:
+            if row.given is not None:
+                batch, custom_id = row.given
+                batch.put_back(custom_id)
+            raise
         finally:
             self._unread.discard(row)
             if not self._unread:
@@ -227,10 +248,10 @@ class BatchClient(EngineClient):
     async def _look_for_records(self) -> None:
         """Takes in batches that others have sent, or we before we were ended."""
         for record in await asyncio.to_thread(self._records.all):
-            if record.place == self._place and record.key not in self._known:
+            if record.place == self._place and record.input_file_id and record.key not in self._known:
                 self._known[record.key] = batch = _Batch(record)
                 for custom_id in batch.ids:
-                    batch.free.setdefault(custom_id.rpartition("-")[0], deque()).append(custom_id)
+                    batch.put_back(custom_id)
 
     def _attach(self, row: _Row) -> bool:
         """Gives the row a line of a batch that was sent already, if one has its request."""
@@ -247,10 +268,34 @@ class BatchClient(EngineClient):
             return True
         return False
 
-    async def settle(self) -> None:
-        """Every row that was answered is written elsewhere by now: forget the batches all of whose lines were given."""
-        done = [batch for batch in self._known.values() if batch.given and not any(batch.free.values())]
-        await asyncio.to_thread(self._records.drop, [batch.record.key for batch in done])
+    async def settle(
+        self, committed: Callable[[SubmittedBatch], bool] | None = None, seconds: float = SETTLE_SECONDS
+    ) -> None:
+        """Every row that was answered is written elsewhere by now: forget the batches all of whose lines were given,
+        and those of which `committed` says that no row is asked for any more. The provider is to delete their files,
+        for which it has so many seconds.
+        """
+        done = [batch for batch in self._known.values() if batch.done]
+        keys = [batch.record.key for batch in done]
+        for key in keys:
+            del self._known[key]
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    for batch in done:
+                        await self._provider.delete(*batch.files)
+                    if committed is not None:
+                        await self._clear(committed, keys)
+        finally:
+            await asyncio.to_thread(self._records.drop, keys)
+
+    async def _clear(self, committed: Callable[[SubmittedBatch], bool], keys: list[str]) -> None:
+        """Adds the keys of batches of which the provider has nothing any more."""
+        for record in await asyncio.to_thread(self._records.all):
+            if record.place == self._place and record.key not in keys and committed(record):
+                with suppress(EngineError):
+                    if await clear(record, self._api_calls, self._clock()):
+                        keys.append(record.key)
 
     # --- sending ---
 
@@ -301,22 +346,25 @@ class BatchClient(EngineClient):
     async def _submit(self, rows: list[_Row]) -> _Batch:
         key, digests = uuid.uuid4().hex, tuple(row.digest for row in rows)
         ids = custom_ids(digests)
+        record = SubmittedBatch(key=key, place=self._place, created_at=self._clock(), labels=self._labels)
+        await asyncio.to_thread(self._records.keep, record)
         file = self._folder / f"{key}.jsonl"
         await asyncio.to_thread(self._write, file, ids, rows)
-        file_id = await self._provider.upload(file, f"batch-assets-{key}.jsonl")
+        try:
+            file_id = await self._provider.upload(file, record.file_name, record.created_at)
+        except (EngineRefused, RequestDenied):
+            await asyncio.to_thread(self._records.drop, [key])
+            raise
         file.unlink()
-        record = SubmittedBatch(
-            key=key,
-            place=self._place,
-            created_at=self._clock(),
-            digests=digests,
-            input_file_id=file_id,
-            labels=self._labels,
-        )
-        await asyncio.to_thread(self._records.keep, record)
-        batch = _Batch(record, dict(zip(ids, rows, strict=True)))
-        self._known[key] = batch
+        record = record.model_copy(update={"digests": digests, "input_file_id": file_id})
+        batch = _Batch(record, dict(zip(ids, rows, strict=True)), unclear=False)
+        self._known[key] = batch  # first: what is written down and not known is another run's
         self._sent.add(key)
+        try:
+            await asyncio.to_thread(self._records.keep, record)
+        except Exception:
+            del self._known[key]
+            raise
         return batch
 
     def _write(self, file: Path, ids: Sequence[str], rows: Sequence[_Row]) -> None:
@@ -333,7 +381,8 @@ class BatchClient(EngineClient):
         try:
             if record.batch_id:
                 return await self._provider.look(record.batch_id)
-            state = await self._provider.create(record, self._path, self._labels, unclear=not own)
+            unclear, batch.unclear = batch.unclear, True
+            state = await self._provider.create(record, self._path, unclear=unclear)
         except EngineRefused as error:
             if error.status in GONE and not own:
                 return None
@@ -359,6 +408,8 @@ class BatchClient(EngineClient):
                 await self._cancel(batch)
             state = await self._ended(batch, created)
             await self._collect(batch, state)
+        except QueueFull:
+            await self._queue_full(batch)
         except Transient as error:  # it has not ended in time
             await self._forget(batch)
             self._fail(list(batch.rows.values()), error)
@@ -392,18 +443,24 @@ class BatchClient(EngineClient):
 
     async def _failed(self, batch: _Batch, state: BatchState) -> None:
         """The provider has refused the file as a whole: nothing of it was done, or is paid."""
-        await self._forget(batch)
         if state.code in QUEUE_FULL:
-            await self._wait_for_queue(len(batch.record.digests))
-            self._gather_again(batch)
+            await self._queue_full(batch)
             return
+        await self._forget(batch)
         rows = list(batch.rows.values())
         words = f"{state.code}.{says(state.message)}" if state.code else "no reason was given."
+        words += HINTS.get(state.code, "")
         if quota_code(state.code):
             denied = RequestDenied("rejected_429", f"expected an account that can pay, found {words}", of_account=True)
             self._fail(rows, denied)
             return
         self._fail(rows, EngineRefused(f"expected a batch that the provider takes, found it refused: {words}"))
+
+    async def _queue_full(self, batch: _Batch) -> None:
+        """The batch is not there, as the account has too much in its queue: its rows go out again later."""
+        await self._forget(batch)
+        await self._wait_for_queue(len(batch.record.digests))
+        self._gather_again(batch)
 
     async def _wait_for_queue(self, rows: int) -> None:
         """The account has too much in its queue. With nothing of ours there, a batch of so many rows may be more than
@@ -438,7 +495,7 @@ class BatchClient(EngineClient):
 
     async def _collect(self, batch: _Batch, state: BatchState) -> None:
         """Its files, then each row its line."""
-        lines = await self._lines(batch, state)
+        lines = await self._whole_lines(batch, state)
         if state.status == "failed" and not lines.found:
             await self._failed(batch, state)
             return
@@ -450,6 +507,7 @@ class BatchClient(EngineClient):
         self._queue_seconds = QUEUE_SECONDS
         refused = self._all_refused(batch, lines)
         batch.lines, batch.over = lines, state.status
+        batch.files = tuple(filter(None, (state.output_file_id, state.error_file_id)))
         for number, (custom_id, row) in enumerate(list(batch.rows.items())):
             if refused is not None and not row.line.done():
                 row.line.set_exception(refused)
@@ -460,6 +518,17 @@ class BatchClient(EngineClient):
         batch.given = True
         await self._provider.delete(batch.record.input_file_id)
 
+    async def _whole_lines(self, batch: _Batch, state: BatchState) -> OutputLines:
+        """The files again, while they have fewer lines than the provider says: a file that is cut is not all of it."""
+        wait, until = FIRST_POLL_SECONDS, self._clock() + LACKS_OUTPUT_SECONDS
+        while True:
+            lines = await self._lines(batch, state)
+            if lines.readable >= state.lines or lines.left or self._clock() > until:
+                return lines
+            log.info("batch %s: %s of %s lines have come", state.batch_id, lines.readable, state.lines)
+            await asyncio.sleep(wait)
+            wait = min(self._batch_limits.poll_seconds, wait * POLL_GROWTH)
+
     async def _lines(self, batch: _Batch, state: BatchState) -> OutputLines:
         lines, ids = OutputLines(), set(batch.ids)
         longest = self._limit + 4096
@@ -467,9 +536,11 @@ class BatchClient(EngineClient):
             if not file_id:
                 continue
             path = self._folder / f"{batch.record.key}-{number}.jsonl"
-            if not await self._provider.download(file_id, path, self._batch_limits.max_output_bytes):
+            if (whole := await self._provider.download(file_id, path, self._batch_limits.max_output_bytes)) is None:
                 log.warning("batch %s: a file of it is missing", state.batch_id)
+                lines.left = True
                 continue
+            lines.left = lines.left or not whole
             await asyncio.to_thread(lines.read, path, ids, longest)
         if odd := {
             name: n for name in ("unreadable", "unknown", "doubled") if (n := cast("int", getattr(lines, name)))
@@ -478,14 +549,18 @@ class BatchClient(EngineClient):
         return lines
 
     def _give(self, batch: _Batch, custom_id: str, row: _Row) -> None:
-        if row.line.done():
-            return
         found = None if batch.lines is None else batch.lines.found.get(custom_id)
-        if found is None:
-            said = "the batch was cancelled before this row" if batch.over == "cancelled" else "no line of it has come"
-            code = "batch_cancelled" if batch.over == "cancelled" else "missing_in_batch"
-            row.line.set_exception(Transient(code, said, taken=batch.over != "cancelled"))
+        if row.line.done():
+            if found is not None:
+                batch.put_back(custom_id)
+        elif found is None:
+            code = NOT_COME_TO.get(batch.over, "missing_in_batch")
+            said = (
+                f"the batch was {batch.over} before this row" if batch.over in NOT_COME_TO else "no line of it has come"
+            )
+            row.line.set_exception(Transient(code, said, taken=batch.over not in NOT_COME_TO))
         else:
+            row.given = batch, custom_id
             self._unread.add(row)
             self._all_read.clear()
             row.line.set_result(found)

@@ -77,12 +77,20 @@ class FoundLine:
 
 @dataclass(slots=True)
 class OutputLines:
-    """The lines of a batch's files by `custom_id`. The first line of a row counts."""
+    """The lines of a batch's files by `custom_id`. The first line of a row counts. `left`: a file is not there, or not
+    all of it was wanted.
+    """
 
     found: dict[str, FoundLine] = field(default_factory=dict)
     unreadable: int = 0
     unknown: int = 0
     doubled: int = 0
+    left: bool = False
+
+    @property
+    def readable(self) -> int:
+        """Lines, whether they are used or not."""
+        return len(self.found) + self.unknown + self.doubled
 
     def read(self, path: Path, expected: Collection[str], longest: int) -> None:
         """Take in a file. Blocks. Lines of more than `longest` bytes are not read."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from gpu_runner.batch_api.batch_calls import KEY, BatchCalls, BatchState
+from gpu_runner.batch_api.batch_calls import KEY, BatchCalls, BatchState, QueueFull
 from gpu_runner.batch_api.submitted_batches import SubmittedBatch
 from gpu_runner.client.protocol import EngineError, EngineLost, EngineRefused, RequestDenied, RowRejected, Transient
 from gpu_runner.client.server_sentence import says
@@ -32,6 +32,8 @@ UNREAD_SECONDS = 3600.0  # until a provider has read an input file
 LOOK_AFTER_SECONDS = (0.0, 5.0, 20.0)  # a batch whose creation was not answered may be listed a little later
 GONE = frozenset({400, 404, 410})
 NOT_THERE = frozenset({404, 410})
+NO_ACCESS = frozenset({401, 403})
+BEING_MADE = 409  # the same creation is under way, or was made
 HINTS = {
     401: ": check the engine's key",
     403: ": check the engine's key, and what it may do",
@@ -47,9 +49,23 @@ class PatientCalls:
     def __init__(self, calls: BatchCalls, limits: BatchLimits) -> None:
         self._calls, self._limits = calls, limits
 
-    async def upload(self, file: Path, name: str) -> str:
-        """The id of a new input file, of which a batch may be made."""
-        file_id, is_read = await self._repeat("take the input file", lambda: self._calls.upload(file, name))
+    async def upload(self, file: Path, name: str, since: float) -> str:
+        """The id of a new input file, of which a batch may be made. Of an upload whose answer was lost none is left.
+        `since`: when it was first tried (Unix seconds).
+        """
+        lost = False
+
+        async def upload() -> tuple[str, bool]:
+            nonlocal lost
+            try:
+                return await self._calls.upload(file, name)
+            except Transient as error:
+                lost = lost or error.taken
+                raise
+
+        file_id, is_read = await self._repeat("take the input file", upload)
+        if lost:
+            await self.delete_named(name, since, but=file_id)
         loop = asyncio.get_running_loop()
         wait, until = FIRST_WAIT_SECONDS, loop.time() + UNREAD_SECONDS
         while not is_read:
@@ -60,32 +76,51 @@ class PatientCalls:
             is_read = await self._repeat("take the input file", lambda: self._calls.is_read(file_id), gone=GONE_SECONDS)
         return file_id
 
-    async def create(
-        self, record: SubmittedBatch, path: str, labels: Mapping[str, str], *, unclear: bool
-    ) -> BatchState:
-        """The batch of the record, made where it is not. `unclear`: it may be there already, and is looked for, as it
-        is when an answer to its creation was lost.
+    async def delete_named(self, name: str, since: float, *, but: str = "") -> None:
+        """The account has no input file of this name, as far as its provider lists files. `but`: the one that stays."""
+        with suppress(EngineError):
+            for file_id in await self._calls.files_named(name, since):
+                if file_id != but:
+                    await self._calls.delete(file_id)
+
+    async def create(self, record: SubmittedBatch, path: str, *, unclear: bool) -> BatchState:
+        """The batch of the record, made where it is not. `unclear`: it may be there already, or be made by another run;
+        it is looked for, as it is when an answer to its creation was lost. Raises QueueFull, too: it is not there.
         """
+        look_first = unclear
 
         async def create() -> BatchState:
-            nonlocal unclear
-            if unclear and (found := await self._find(record)) is not None:
+            nonlocal look_first
+            if look_first and (found := await self._find(record)) is not None:
                 return found
-            unclear = True
-            metadata = {**labels, KEY: record.key}
+            look_first = True
+            metadata = {**record.labels, KEY: record.key}
             try:
                 return await self._calls.create(record.input_file_id, path, self._limits.completion_window, metadata)
             except Transient as error:
-                unclear = error.taken
+                look_first = unclear or error.taken
                 raise
+            except RequestDenied as error:
+                if error.status != BEING_MADE or error.of_account:
+                    raise
+                raise Transient("http_409", error.message, status=BEING_MADE) from error
 
         return await self._repeat("create the batch", create)
 
     async def _find(self, record: SubmittedBatch) -> BatchState | None:
+        refused: RequestDenied | None = None
         for pause in LOOK_AFTER_SECONDS:
             await asyncio.sleep(pause)
-            if (found := await self._calls.find(record.key, record.input_file_id)) is not None:
+            try:
+                found = await self._calls.find(record.key, record.input_file_id, record.created_at)
+            except RequestDenied as error:
+                if error.of_account or error.status in NO_ACCESS:
+                    raise
+                found, refused = None, error
+            if found is not None:
                 return found
+        if refused is not None:
+            log.warning("batches are not listed (status %s): one is created again, with the same key", refused.status)
         return None
 
     async def look(self, batch_id: str) -> BatchState:
@@ -99,8 +134,10 @@ class PatientCalls:
         except EngineRefused as error:
             log.info("batch %s is not cancelled: status %s", batch_id, error.status)
 
-    async def download(self, file_id: str, into: Path, most: int) -> bool:
-        """What a file holds, but no more than `most` bytes. Returns whether there is such a file."""
+    async def download(self, file_id: str, into: Path, most: int) -> bool | None:
+        """What a file holds, but no more than `most` bytes. Returns whether that is all of it; None: there is no such
+        file.
+        """
         try:
             whole = await self._repeat(
                 "give an output file", lambda: self._calls.download(file_id, into, most), gone=GONE_SECONDS
@@ -108,15 +145,16 @@ class PatientCalls:
         except EngineRefused as error:
             if error.status not in GONE:
                 raise
-            return False
+            return None
         if not whole:
             log.warning("file %s has more than %s bytes; the rest is left", file_id, most)
-        return True
+        return whole
 
-    async def delete(self, file_id: str) -> None:
-        """The account has the file no longer, if its provider does so at once."""
-        with suppress(EngineError):
-            await self._calls.delete(file_id)
+    async def delete(self, *file_ids: str) -> None:
+        """The account has the files no longer, if its provider does so at once."""
+        for file_id in file_ids:
+            with suppress(EngineError):
+                await self._calls.delete(file_id)
 
     async def _repeat(self, what: str, call: Callable[[], Awaitable[T]], *, gone: float = 0.0) -> T:
         """`gone`: so many seconds, something that is not there is asked for again."""
@@ -126,6 +164,8 @@ class PatientCalls:
         while True:
             try:
                 return await call()
+            except QueueFull:
+                raise
             except Transient as error:
                 if busy is not (error.code == "http_429"):
                     busy, since = error.code == "http_429", loop.time()

@@ -465,6 +465,11 @@ def _error_text(body: bytes) -> tuple[str, str, str]:
         return "", "", ""
 
 
+def error_code(body: bytes) -> str:
+    """The code of an error body; "" where it has none."""
+    return _error_text(body)[1]
+
+
 def retry_after(headers: Mapping[str, str]) -> float | None:
     """Seconds that a Retry-After header asks for (RFC 9110 section 10.2.3: seconds or a date), or None.
 

@@ -63,8 +63,12 @@ def range_of(objects: Objects, path: str) -> tuple[str, str] | None:
     """The first and the last key of the batches whose rows were sent; None where the record does not say it. Raises
     CorruptObject, OSError and StoreError."""
     try:
-        found = SubmittedBatch.model_validate_json(objects.get(path, LARGEST_RECORD)).labels.get(RANGE, "")
+        return range_of_record(SubmittedBatch.model_validate_json(objects.get(path, LARGEST_RECORD)))
     except (FileNotFoundError, ValidationError):
         return None
-    first, dash, last = found.partition("-")
+
+
+def range_of_record(record: SubmittedBatch) -> tuple[str, str] | None:
+    """The same."""
+    first, dash, last = record.labels.get(RANGE, "").partition("-")
     return (first, last) if dash else None

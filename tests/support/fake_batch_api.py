@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -32,12 +33,19 @@ def error_line(asked: Line, code: str) -> Line:
     return {"id": "l", "custom_id": asked["custom_id"], "response": None, "error": {"code": code, "message": "no"}}
 
 
+# What a client has done, or is about to do, when it hears nothing more.
+MOMENTS = ("uploads", "uploaded", "creates", "created", "looks", "downloads", "collected", "settles")
+
+
 @dataclass
 class FakeBatchApi:
     """`answer(asked lines)` makes the lines of the output and of the error file. `ends`: whether batches end by
     themselves; `finished`: how many rows one has finished that is cancelled. `refusals`: handlers for the next calls
     of a path ("files", "batches"), in place of an answer. `errors`: of a batch that fails. `file_states`: what the
     next looks at a new file say of it. `most_lines`: of a batch that does not fail. `deleted`: files by the client.
+    `at` is called with each moment of a batch's life, see MOMENTS. `listed_after`: seconds until a batch is listed;
+    `lists`, `keeps_metadata`: whether it lists batches, and shows their metadata. `extra`: of each batch object.
+    `halves`: files are sent in two.
     """
 
     answer: Callable[[list[Line]], tuple[list[Any], list[Any]]] = lambda asked: ([line(one) for one in asked], [])
@@ -53,6 +61,14 @@ class FakeBatchApi:
     file_states: list[str] = field(default_factory=list)
     most_lines: int | None = None
     deleted: set[str] = field(default_factory=set)
+    at: Callable[[str], None] = lambda moment: None
+    listed_after: float = 0.0
+    lists: bool = True
+    keeps_metadata: bool = True
+    extra: dict[str, Any] = field(default_factory=dict)
+    halves: bool = False
+    names: dict[str, str] = field(default_factory=dict)
+    once: dict[str, str] = field(default_factory=dict)
 
     @property
     def asked(self) -> list[Line]:
@@ -98,17 +114,43 @@ class FakeBatchApi:
             assert form["purpose"] == "batch"
             file = form["file"]
             assert isinstance(file, web.FileField)
+            self.at("uploads")
             name = f"file-{len(self.files)}"
-            self.files[name] = file.file.read()
+            with file.file as content:
+                self.files[name] = content.read()
+            self.names[name] = file.filename
+            self.at("uploaded")
             return web.json_response({"id": name, "object": "file", "status": self._file_state()})
+        if len(path) == 1:
+            listed = [{"id": one, "filename": name} for one, name in self.names.items() if one not in self.deleted]
+            return self._page(request, listed)
         if path[1] not in self.files or path[1] in self.deleted:
             return web.json_response({"error": {"message": "no such file"}}, status=404)
         if request.method == "DELETE":
+            self.at("collected" if path[1].startswith("file") else "settles")
             self.deleted.add(path[1])
             return web.json_response({"id": path[1], "object": "file", "deleted": True})
         if len(path) == 2:
             return web.json_response({"id": path[1], "object": "file", "status": self._file_state()})
+        if self.halves:
+            return await self._in_halves(request, self.files[path[1]])
         return web.Response(body=self.files[path[1]])
+
+    async def _in_halves(self, request: web.Request, content: bytes) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"Content-Length": str(len(content))})
+        await answer.prepare(request)
+        await answer.write(content[: len(content) // 2])
+        self.at("downloads")
+        await answer.write(content[len(content) // 2 :])
+        return answer
+
+    def _page(self, request: web.Request, oldest_first: list[Line]) -> web.StreamResponse:
+        """A page of a list, the newest first."""
+        listed = oldest_first[::-1]
+        if after := request.query.get("after"):
+            listed = listed[[one["id"] for one in listed].index(after) + 1 :]
+        limit = int(request.query.get("limit", 20))
+        return web.json_response({"object": "list", "data": listed[:limit], "has_more": len(listed) > limit})
 
     def _file_state(self) -> str:
         return self.file_states.pop(0) if self.file_states else "processed"
@@ -118,12 +160,13 @@ class FakeBatchApi:
             asked = await request.json()
             if self.file_states:
                 return web.json_response({"error": {"message": "the file is in state pending"}}, status=400)
-            name = f"batch-{len(self.batches)}"
-            batch = {**asked, "id": name, "object": "batch", "status": "in_progress", "errors": None}
-            self.batches[name] = batch
-            return web.json_response(batch)
+            return self._create(asked, request.headers.get("Idempotency-Key", ""))
+        if len(path) == 1 and not self.lists:
+            return web.json_response({"error": {"message": "no such method"}}, status=405)
         if len(path) == 1:
-            return web.json_response({"object": "list", "data": list(self.batches.values()), "has_more": False})
+            until = time.time() - self.listed_after
+            return self._page(request, [one for one in self.batches.values() if one["created_at"] <= until])
+        self.at("looks")
         if path[1] not in self.batches:
             return web.json_response({"error": {"message": "no such batch"}}, status=404)
         batch = self.batches[path[1]]
@@ -132,6 +175,19 @@ class FakeBatchApi:
             batch["status"] = "cancelling" if running else batch["status"]
         elif running and (self.ends or batch["status"] == "cancelling"):
             self.end(batch)
+        return web.json_response(batch)
+
+    def _create(self, asked: Line, key: str) -> web.StreamResponse:
+        self.at("creates")
+        if not self.lists and key in self.once:
+            return web.json_response(self.batches[self.once[key]])
+        name = f"batch-{len(self.batches)}"
+        batch = {**asked, "id": name, "object": "batch", "status": "in_progress", "errors": None}
+        batch |= {"created_at": time.time(), **self.extra}
+        batch |= {} if self.keeps_metadata else {"metadata": None}
+        self.batches[name] = batch
+        self.once[key] = name
+        self.at("created")
         return web.json_response(batch)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from support.range_runs import a_run, journaled
 from support.snapshots import MODEL, questions, write_snapshot
 
 from batch_assets.generation.range_run import RangeRun
+from gpu_runner.batch_api.submitted_batches import SubmittedBatch
 from gpu_runner.cost_meter import TokenMeter
 from gpu_runner.fleet_database.database import Lease
 from gpu_runner.inference.failures.retry import RetryPolicy
@@ -23,7 +25,7 @@ from gpu_runner.token_price import TokenPrice
 from resources.fleet.resource import LeasedEngine
 from resources.objects.opening import Objects
 from resources.store.dataset_store import DatasetStore
-from resources.store.stored_batches import StoredBatches, range_of
+from resources.store.stored_batches import RANGE, StoredBatches, range_of
 
 LIMITS = BatchLimits(gather_seconds=0.1, poll_seconds=0.05)
 
@@ -198,5 +200,71 @@ def test_rows_that_come_back_wrong_wait_for_another_engine_and_the_others_are_no
                 await run.serve(leased(api))
             run.close()
             assert run.missing() == [] and run.progress().ok == 30 and not records(local_objects)
+
+    asyncio.run(work())
+
+
+def test_a_range_that_is_done_leaves_nothing_at_the_provider_of_what_killed_runs_have_sent(
+    local_objects: Objects,
+) -> None:
+    store = DatasetStore(local_objects, "d")
+    manifest = write_snapshot(store, questions(30))
+    kept = StoredBatches(local_objects, "d")
+
+    async def work() -> FakeBatchApi:
+        async with fake_batch_api(MODEL) as api:
+            run = a_run(store, manifest, "run-1", policy=POLICY)
+            engine = leased(api)
+            async with run._batch_client(LIMITS)(api.url, run.generation) as client:
+                place = client._place
+            for number, (name, labels) in enumerate({
+                "open": {RANGE: "00000-00001"}, "over": {RANGE: "00001-00002"},
+                "uploaded": {RANGE: "00000-00002"}, "elsewhere": {RANGE: "00000-00005"}, "unknown": {},
+            }.items()):  # fmt: skip
+                record = SubmittedBatch(key=f"{number:032x}", place=place, created_at=time.time(), labels=labels)
+                api.files[name], api.names[name] = b"", record.file_name
+                if name != "uploaded":
+                    api.batches[f"b-{name}"] = {
+                        "id": f"b-{name}", "input_file_id": name, "created_at": 1.0, "output_file_id": f"output-{name}",
+                        "status": "in_progress" if name == "open" else "completed", "error_file_id": None,
+                    }  # fmt: skip
+                    api.files[f"output-{name}"] = b""
+                    record = record.model_copy(update={"input_file_id": name, "batch_id": f"b-{name}"})
+                kept.keep(record)
+            end = api.end
+            api.end = lambda batch: None if batch["id"] == "b-open" else end(batch)  # type: ignore[method-assign]
+            async with asyncio.timeout(30):
+                await run.serve(engine)
+            run.close()
+            return api
+
+    api = asyncio.run(work())
+    assert {record.key[-1] for record in kept.all()} == {"0", "3", "4"}
+    assert api.batches["b-open"]["status"] == "cancelling", "nobody needs its answers: what is not done is not paid"
+    left = {"open", "output-open", "elsewhere", "output-elsewhere", "unknown", "output-unknown"}
+    assert set(api.files) - api.deleted == left
+
+
+@pytest.mark.parametrize("ended", ["expired", "cancelled"])
+def test_batches_that_expire_or_are_cancelled_by_somebody_make_no_dead_letters(
+    local_objects: Objects, ended: str
+) -> None:
+    store = DatasetStore(local_objects, "d")
+    manifest = write_snapshot(store, questions(30))
+
+    async def work() -> None:
+        async with fake_batch_api(MODEL, status=ended) as api:
+
+            def answer(asked: list[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
+                api.status = "completed" if len(api.batches) >= 5 else ended
+                return [line(one) for one in (asked if len(api.batches) > 5 else asked[:1])], []
+
+            api.answer = answer
+            run = a_run(store, manifest, "run-1", policy=POLICY)
+            async with asyncio.timeout(60):
+                await run.serve(leased(api))
+            run.close()
+            assert (run.progress().ok, run.progress().dead) == (30, 0)
+            assert not records(local_objects) and api.deleted == set(api.files)
 
     asyncio.run(work())

@@ -605,3 +605,267 @@ async def test_lines_that_are_refused_for_different_reasons_are_the_rows_own() -
     async with fake_batch_api(MODEL, answer=answer) as api, client(api, Records()) as engine:
         found = await ask(engine, *range(10))
     assert {type(one) for one in found} == {RequestDenied}
+
+
+def nobody_asks(record: SubmittedBatch) -> bool:
+    """Nobody asks for rows of any batch."""
+    return True
+
+
+@on_a_loop
+async def test_files_at_the_provider_are_deleted_when_the_rows_are_written_elsewhere() -> None:
+    def answer(asked: list[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
+        return [line(asked[0])], [line(asked[1], {"error": {"message": "moderation"}}, 400)]
+
+    records = Records()
+    async with fake_batch_api(MODEL, answer=answer) as api, client(api, records) as engine:
+        await ask(engine, 1, 2)
+        assert not {"output-batch-0", "error-batch-0"} & api.deleted, "a killed worker would need them"
+        await engine.settle()
+        assert not records.kept and api.deleted == set(api.files)
+
+
+@on_a_loop
+async def test_an_upload_is_written_down_before_it_is_begun_and_what_a_killed_one_left_is_deleted() -> None:
+    records = Records()
+    async with fake_batch_api(MODEL, answer=echo) as api:
+        async with client(api, records) as killed:
+            uploaded = asyncio.Event()
+
+            async def not_said(request: web.Request) -> web.StreamResponse:
+                await api._files(request, ["files"])
+                uploaded.set()
+                await asyncio.sleep(60)
+                raise AssertionError
+
+            api.refusals["files"] = [not_said]
+            waiting = asyncio.create_task(ask(killed, 1))
+            await uploaded.wait()
+            waiting.cancel()
+        (intent,) = records.all()
+        assert (intent.input_file_id, intent.batch_id, intent.labels) == ("", "", {"dataset": "d"})
+        async with client(api, records) as engine:
+            assert texts(await ask(engine, 1)) == ["re: question 1"]
+            await engine.settle()
+            assert list(records.kept) == [intent.key], "its run may be at work"
+            await engine.settle(nobody_asks)
+        assert not records.kept and len(api.batches) == 1 and api.deleted == set(api.files)
+
+
+@on_a_loop
+async def test_an_upload_whose_answer_is_lost_leaves_no_second_file() -> None:
+    async with fake_batch_api(MODEL, answer=echo) as api, client(api, Records()) as engine:
+
+        async def taken_but_not_said(request: web.Request) -> web.StreamResponse:
+            await api._files(request, ["files"])
+            return web.Response(status=502)
+
+        api.refusals["files"] = [taken_but_not_said]
+        assert texts(await ask(engine, 1)) == ["re: question 1"]
+        await until(lambda: {"file-0", "file-1"} <= api.deleted)
+        assert len(api.batches) == 1
+
+
+@on_a_loop
+async def test_a_refused_upload_leaves_no_record() -> None:
+    records = Records()
+    async with fake_batch_api(MODEL, answer=echo) as api, client(api, records) as engine:
+        api.refusals["files"] = [status(413)]
+        (error,) = await ask(engine, 1)
+        assert isinstance(error, EngineRefused) and "lower batch.max_file_bytes" in f"{error}"
+        assert not records.kept
+
+
+async def left_by_a_killed_one(api: FakeBatchApi, records: Records, *numbers: int) -> None:
+    """A batch that was created, of which the record does not say so."""
+    api.ends = False
+    async with client(api, records) as killed:
+        waiting = asyncio.create_task(ask(killed, *numbers))
+        await until(lambda: any(record.batch_id for record in records.all()))
+        waiting.cancel()
+    (record,) = records.all()
+    records.keep(record.model_copy(update={"batch_id": ""}))
+    api.ends = True
+
+
+@pytest.mark.parametrize("shown", [None, {}, {"project": "the provider's own"}])
+@on_a_loop
+async def test_a_batch_is_found_by_its_input_file_where_its_metadata_is_not_kept(shown: dict[str, str] | None) -> None:
+    records = Records()
+    async with fake_batch_api(MODEL, answer=echo) as api:
+        await left_by_a_killed_one(api, records, 1)
+        api.batches["batch-0"]["metadata"] = shown
+        async with client(api, records) as engine:
+            assert texts(await ask(engine, 1)) == ["re: question 1"]
+        assert len(api.batches) == 1
+
+
+@on_a_loop
+async def test_a_provider_that_lists_no_batches_is_asked_again_with_the_same_key() -> None:
+    records = Records()
+    async with fake_batch_api(MODEL, answer=echo, lists=False) as api:
+        await left_by_a_killed_one(api, records, 1)
+        (record,) = records.all()
+        named = {"dataset": "d", "range": "of another run"}
+        async with BatchClient(api.url, CHAT, batches=LIMITS, records=records, labels=named) as engine:
+            await engine.canary()
+            assert texts(await ask(engine, 1)) == ["re: question 1"]
+        assert list(api.once) == [record.key] and len(api.batches) == 1
+
+
+@on_a_loop
+async def test_a_list_that_is_refused_once_is_asked_for_again() -> None:
+    records = Records()
+    async with fake_batch_api(MODEL, answer=echo) as api:
+        await left_by_a_killed_one(api, records, 1)
+        async with client(api, records) as engine:
+            api.refusals["batches"] = [status(404)]
+            assert texts(await ask(engine, 1)) == ["re: question 1"]
+        assert len(api.batches) == 1
+
+
+@on_a_loop
+async def test_a_batch_behind_many_newer_ones_is_found_and_older_ones_are_not_looked_through() -> None:
+    records = Records()
+    async with fake_batch_api(MODEL, answer=echo) as api:
+        await left_by_a_killed_one(api, records, 1)
+        now = api.batches["batch-0"]["created_at"]
+        others = {f"other-{one}": {"status": "completed", "created_at": now + one - 3000} for one in range(6000)}
+        ours = {"batch-0": api.batches["batch-0"]}
+        some = {name: {"id": name, **one} for name, one in others.items()}
+        api.batches = dict(list(some.items())[:3000]) | ours | dict(list(some.items())[3000:])
+        async with client(api, records) as engine:
+            assert texts(await ask(engine, 1)) == ["re: question 1"]
+        assert len(api.batches) == 6001
+        pages = 0
+        listed = api._page
+
+        def counted(request: web.Request, oldest_first: list[dict[str, Any]]) -> web.StreamResponse:
+            nonlocal pages
+            pages += 1
+            return listed(request, oldest_first)
+
+        api._page = counted  # type: ignore[method-assign]
+        async with client(api, records) as engine:
+            assert await engine._api_calls.find("f" * 32, "", now + 8000) is None
+        assert pages == 1
+
+
+@on_a_loop
+async def test_a_creation_that_is_under_way_already_is_waited_for() -> None:
+    async with fake_batch_api(MODEL, answer=echo) as api, client(api, Records()) as engine:
+
+        async def created_but_refused(request: web.Request) -> web.StreamResponse:
+            await api._batches(request, ["batches"])
+            return web.json_response({"error": {"message": "a request with this key is under way"}}, status=409)
+
+        api.refusals["batches"] = [created_but_refused]
+        assert texts(await ask(engine, 1)) == ["re: question 1"]
+        assert len(api.batches) == 1
+
+
+@pytest.mark.parametrize("refused", [400, 429])
+@on_a_loop
+async def test_a_full_queue_at_creation_is_waited_for_with_shorter_batches(refused: int) -> None:
+    records = Records()
+    async with fake_batch_api(MODEL, answer=echo) as api, client(api, records) as engine:
+        create = api._create
+
+        def full(asked: dict[str, Any], key: str) -> web.StreamResponse:
+            if len(api.lines(asked["input_file_id"])) <= 3:
+                return create(asked, key)
+            error = {"message": "Enqueued token limit reached", "code": "token_limit_exceeded"}
+            return web.json_response({"error": error}, status=refused)
+
+        api._create = full  # type: ignore[method-assign]
+        assert texts(await ask(engine, *range(10))) == [f"re: question {one}" for one in range(10)]
+        assert len(api.asked) == 10
+        await engine.settle()
+        assert not records.kept and api.deleted == set(api.files)
+
+
+@on_a_loop
+async def test_a_cut_output_file_is_read_again_before_its_rows_count_as_missing() -> None:
+    async with fake_batch_api(MODEL, answer=echo) as api, client(api, Records()) as engine:
+        end, whole = api.end, dict[str, bytes]()
+
+        def cut(batch: dict[str, Any]) -> None:
+            end(batch)
+            batch["request_counts"] = {"total": 3, "completed": 3, "failed": 0}
+            name = batch["output_file_id"]
+            whole[name], api.files[name] = api.files[name], api.files[name][:-40]
+            asyncio.get_running_loop().call_later(0.2, api.files.update, whole)
+
+        api.end = cut  # type: ignore[method-assign]
+        assert texts(await ask(engine, 1, 2, 3)) == [f"re: question {one}" for one in (1, 2, 3)]
+        assert len(api.batches) == 1
+
+
+@pytest.mark.parametrize(
+    ("ended", "code", "taken"),
+    [
+        ("expired", "batch_expired", False),
+        ("cancelled", "batch_cancelled", False),
+        ("completed", "missing_in_batch", True),
+    ],
+)
+@on_a_loop
+async def test_rows_that_a_batch_has_not_come_to_are_not_to_blame(ended: str, code: str, taken: bool) -> None:
+    def answer(asked: list[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
+        return [line(asked[0])], []
+
+    async with fake_batch_api(MODEL, answer=answer, status=ended) as api, client(api, Records()) as engine:
+        first, second = await ask(engine, 1, 2)
+    assert isinstance(first, Completion)
+    assert isinstance(second, Transient) and (second.code, second.taken) == (code, taken)
+
+
+@on_a_loop
+async def test_what_a_batch_says_of_itself_while_it_runs_does_not_matter() -> None:
+    nothing = {"total": 0, "completed": 0, "failed": 0}
+    extra = {"request_counts": nothing, "expires_at": 1, "usage": None, "output_file_id": None, "error_file_id": None}
+    async with fake_batch_api(MODEL, answer=echo, extra=extra) as api, client(api, Records()) as engine:
+        assert texts(await ask(engine, 1)) == ["re: question 1"]
+        odd = {"request_counts": {"completed": "many", "failed": -1}, "expires_at": "no", "errors": {"data": {}}}
+        api.extra = odd
+        assert texts(await ask(engine, 2)) == ["re: question 2"]
+
+
+@pytest.mark.parametrize(
+    ("errors", "said"),
+    [
+        ([{"code": "too_many_tasks", "message": "50,000"}], "too_many_tasks.*Lower batch.max_requests_per_batch"),
+        ([{"code": "invalid_json_line", "message": None, "line": 1}], "invalid_json_line"),
+        (["?"], "no reason was given"),
+    ],
+)
+@on_a_loop
+async def test_an_input_that_is_refused_is_said_in_a_sentence(errors: list[Any], said: str) -> None:
+    async with fake_batch_api(MODEL, status="failed", errors=errors) as api, client(api, Records()) as engine:
+        with pytest.raises(EngineRefused, match=said):
+            await engine.generate(prompt(1))
+        assert api.deleted == set(api.files)
+
+
+@on_a_loop
+async def test_the_line_of_a_row_that_was_given_up_while_it_was_read_is_kept_for_the_next_one() -> None:
+    def answer(asked: list[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
+        return [line(one, completion("long" * 8000)) for one in asked], []
+
+    records = Records()
+    async with fake_batch_api(MODEL, answer=answer) as api, client(api, records) as engine:
+        reading = asyncio.Event()
+
+        async def no_room(length: int) -> None:
+            reading.set()
+            await asyncio.sleep(60)
+
+        asking = asyncio.create_task(engine.generate(prompt(1), admit=no_room))
+        await reading.wait()
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await engine.settle()
+        assert len(records.kept) == 1 and "output-batch-0" not in api.deleted
+        assert isinstance((await ask(engine, 1))[0], Completion)
+        await engine.settle()
+        assert not records.kept and len(api.batches) == 1
