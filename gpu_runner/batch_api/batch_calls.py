@@ -54,17 +54,25 @@ class QueueFull(Transient):
 
 
 @dataclass(frozen=True, slots=True)
+class InputError:
+    """Why an input file is refused. `line`: of the file, from 1; 0: none is named."""
+
+    code: str
+    message: str
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
 class BatchState:
-    """A batch as its provider describes it. `status`: in OpenAI's letters. `code`, `message`: of the first of its
-    errors; "" without one. `completed`, `failed`: lines that were answered, and that were not, where it says.
+    """A batch as its provider describes it. `status`: in OpenAI's letters. `completed`, `failed`: lines that were
+    answered, and that were not, where it says.
     """
 
     batch_id: str
     status: str
     output_file_id: str = ""
     error_file_id: str = ""
-    code: str = ""
-    message: str = ""
+    errors: tuple[InputError, ...] = ()
     completed: int = 0
     failed: int = 0
 
@@ -77,6 +85,11 @@ class BatchState:
     def lacks_output(self) -> bool:
         """Whether it has answers, and does not say yet in which file."""
         return self.completed > 0 and not self.output_file_id
+
+    @property
+    def code(self) -> str:
+        """Of the first of its errors; "" without one."""
+        return self.errors[0].code if self.errors else ""
 
     @property
     def lines(self) -> int:
@@ -92,16 +105,13 @@ class BatchState:
             raise Transient("garbage_body", "expected a batch object", status=200)
         errors = found.get("errors")
         listed = errors.get("data") if isinstance(errors, dict) else None
-        first = listed[0] if isinstance(listed, list) and listed and isinstance(listed[0], dict) else {}
         files = _word(found, "output_file_id"), _word(found, "error_file_id")
-        said = first.get("message")
         status = _word(found, "status").lower()  # some write COMPLETED
         return cls(
             _word(found, "id"),
             "cancelled" if status == "canceled" else status,
             *files,
-            _word(first, "code"),
-            server_sentence(said if isinstance(said, str) else ""),
+            tuple(map(_input_error, listed)) if isinstance(listed, list) else (),
             *(_count(found.get("request_counts"), name) for name in ("completed", "failed")),
         )
 
@@ -277,6 +287,12 @@ def _escaped(word: str) -> str:
 def _word(found: Any, key: str) -> str:
     value = found.get(key) if isinstance(found, dict) else None
     return value if isinstance(value, str) and 0 < len(value) <= ID_LETTERS and value.isprintable() else ""
+
+
+def _input_error(error: Any) -> InputError:
+    said = error.get("message") if isinstance(error, dict) else None
+    message = server_sentence(said if isinstance(said, str) else "")
+    return InputError(_word(error, "code"), message, _count(error, "line"))
 
 
 def _count(counts: Any, name: str) -> int:

@@ -26,7 +26,7 @@ from typing import Any, Self, TypeVar, cast
 import aiohttp
 
 from gpu_runner.batch_api import batch_calls
-from gpu_runner.batch_api.batch_calls import BatchCalls, BatchState, QueueFull
+from gpu_runner.batch_api.batch_calls import BatchCalls, BatchState, InputError, QueueFull
 from gpu_runner.batch_api.batch_lines import FoundLine, LineAnswer, OutputLines, custom_ids, digest_of, input_line
 from gpu_runner.batch_api.patient_calls import GONE, PatientCalls
 from gpu_runner.batch_api.provider_leftovers import clear
@@ -66,6 +66,7 @@ SETTLE_SECONDS = 30.0  # for what a provider is to delete
 AT_ONCE = 100  # rows that are answered before others get their turn
 LOOKED_AT = 100  # lines of which it is compared why they are refused
 ALL_REFUSED = 8  # lines that are refused alike and none answered: then it is not the rows
+MOST_REFUSED = 5  # input files, one after the other, that are refused for some of their lines
 HINTS = {"too_many_tasks": " Lower batch.max_requests_per_batch of the engine."}
 NOT_COME_TO = {"cancelled": "batch_cancelled", "expired": "batch_expired"}
 
@@ -142,6 +143,7 @@ class BatchClient(EngineClient):
         self._over: EngineError | None = None
         self._leaving = asyncio.Event()
         self._most_rows, self._queue_seconds = batches.max_requests, QUEUE_SECONDS
+        self._refused_files, self._ever_answered = 0, False
         self._folder = Path()
         self._calls: BatchCalls | None = None
         self._patient: PatientCalls | None = None
@@ -447,14 +449,30 @@ class BatchClient(EngineClient):
             await self._queue_full(batch)
             return
         await self._forget(batch)
+        if named := self._named_lines(batch, state):
+            self._refused_files += 1
+            log.warning("an input file was refused for %s of its %s lines", len(named), len(batch.record.digests))
+            for custom_id, error in named.items():
+                if (row := batch.rows.get(custom_id)) is not None and not row.line.done():
+                    row.line.set_exception(RequestDenied("rejected_400", f"line refused: {error.code}", error.message))
+            self._gather_again(batch)
+            return
         rows = list(batch.rows.values())
-        words = f"{state.code}.{says(state.message)}" if state.code else "no reason was given."
+        words = f"{state.code}.{says(state.errors[0].message)}" if state.code else "no reason was given."
         words += HINTS.get(state.code, "")
         if quota_code(state.code):
             denied = RequestDenied("rejected_429", f"expected an account that can pay, found {words}", of_account=True)
             self._fail(rows, denied)
             return
         self._fail(rows, EngineRefused(f"expected a batch that the provider takes, found it refused: {words}"))
+
+    def _named_lines(self, batch: _Batch, state: BatchState) -> dict[str, InputError]:
+        """By `custom_id`, the lines for which a file was refused; none where that is what all lines have in common."""
+        ids = batch.ids
+        named = {ids[error.line - 1]: error for error in state.errors if 0 < error.line <= len(ids)}
+        some = 2 * len(named) <= len(ids) or self._ever_answered
+        whole = any(not 0 < error.line <= len(ids) for error in state.errors) or self._refused_files >= MOST_REFUSED
+        return named if some and not whole else {}
 
     async def _queue_full(self, batch: _Batch) -> None:
         """The batch is not there, as the account has too much in its queue: its rows go out again later."""
@@ -504,7 +522,8 @@ class BatchClient(EngineClient):
             self._gather_again(batch)
             return
         self._most_rows = min(self._batch_limits.max_requests, 2 * self._most_rows)
-        self._queue_seconds = QUEUE_SECONDS
+        self._queue_seconds, self._refused_files = QUEUE_SECONDS, 0
+        self._ever_answered = self._ever_answered or any(line.status == 200 for line in lines.found.values())
         refused = self._all_refused(batch, lines)
         batch.lines, batch.over = lines, state.status
         batch.files = tuple(filter(None, (state.output_file_id, state.error_file_id)))

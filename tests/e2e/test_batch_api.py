@@ -59,6 +59,7 @@ def check(project: CommandProject, api: BatchApi, engine: Any, result: dict[str,
     batches = api.client.get("/v1/batches").json()["data"]
     assert {batch["status"] for batch in batches} == {"completed"}
     assert sum(batch["request_counts"]["completed"] for batch in batches) == ROWS
+    assert api.client.get("/v1/files").json()["data"] == [], "files are deleted when their rows are in the store"
     usd = result["request"]["usd_total"]
     tokens = PRICE["input"] * result["prompt_tokens"] + PRICE["output"] * result["completion_tokens"]
     assert usd == pytest.approx(tokens / 1e6)

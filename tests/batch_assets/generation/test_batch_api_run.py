@@ -268,3 +268,31 @@ def test_batches_that_expire_or_are_cancelled_by_somebody_make_no_dead_letters(
             assert not records(local_objects) and api.deleted == set(api.files)
 
     asyncio.run(work())
+
+
+def test_a_row_for_which_its_whole_file_is_refused_is_one_dead_letter(local_objects: Objects) -> None:
+    store = DatasetStore(local_objects, "d")
+    manifest = write_snapshot(store, questions(30))
+
+    async def work() -> None:
+        async with fake_batch_api(MODEL) as api:
+            end = api.end
+
+            def checked(batch: dict[str, Any]) -> None:
+                said = [one["body"]["messages"][-1]["content"] for one in api.lines(batch["input_file_id"])]
+                bad = [number for number, text in enumerate(said, 1) if "is 7 plus" in text]
+                errors = [{"code": "invalid_request", "message": "no", "param": None, "line": one} for one in bad]
+                if errors:
+                    batch |= {"status": "failed", "errors": {"object": "list", "data": errors}}
+                else:
+                    end(batch)
+
+            api.end = checked  # type: ignore[method-assign]
+            run = a_run(store, manifest, "run-1", policy=POLICY)
+            async with asyncio.timeout(30):
+                await run.serve(leased(api))
+            run.close()
+            assert (run.missing(), run.progress().ok, run.progress().dead) == ([], 29, 1)
+            assert len(api.batches) == 2 and not records(local_objects)
+
+    asyncio.run(work())

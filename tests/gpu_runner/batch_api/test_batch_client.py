@@ -869,3 +869,46 @@ async def test_the_line_of_a_row_that_was_given_up_while_it_was_read_is_kept_for
         assert isinstance((await ask(engine, 1))[0], Completion)
         await engine.settle()
         assert not records.kept and len(api.batches) == 1
+
+
+def refuses_lines(api: FakeBatchApi, bad: Callable[[list[dict[str, Any]]], list[int]]) -> None:
+    """Files with lines that `bad` names are refused as a whole."""
+    end = api.end
+
+    def checked(batch: dict[str, Any]) -> None:
+        named = bad(api.lines(batch["input_file_id"]))
+        if not named:
+            end(batch)
+            return
+        errors = [{"code": "invalid_request", "message": "no such picture", "line": one} for one in named]
+        batch |= {"status": "failed", "errors": {"object": "list", "data": errors}}
+
+    api.end = checked  # type: ignore[method-assign]
+
+
+@on_a_loop
+async def test_lines_for_which_a_file_is_refused_are_denied_and_the_others_are_sent_again() -> None:
+    async with fake_batch_api(MODEL, answer=echo) as api, client(api, Records()) as engine:
+        refuses_lines(api, lambda asked: [n + 1 for n, one in enumerate(asked) if "question 3" in json.dumps(one)])
+        found = await ask(engine, *range(6))
+        assert texts(found) == [f"re: question {one}" if one != 3 else "RequestDenied" for one in range(6)]
+        denied = found[3]
+        assert isinstance(denied, RequestDenied) and (denied.code, denied.message) == (
+            "rejected_400",
+            "no such picture",
+        )
+        assert len(api.batches) == 2
+        assert texts(await ask(engine, 3)) == ["RequestDenied"], "the model and the key are right: it is the row"
+
+
+@pytest.mark.parametrize("named", [lambda asked: [*range(1, len(asked) + 1)], lambda asked: [1], lambda asked: [99]])
+@on_a_loop
+async def test_what_refuses_every_file_is_not_the_rows_fault(
+    named: Callable[[list[dict[str, Any]]], list[int]],
+) -> None:
+    async with fake_batch_api(MODEL, answer=echo) as api, client(api, Records()) as engine:
+        refuses_lines(api, named)
+        found = await ask(engine, *range(20))
+        assert "EngineRefused" in texts(found) and len(api.batches) <= 6
+        with pytest.raises(EngineRefused, match="invalid_request"):
+            await engine.generate(prompt(30))
