@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 KEY = "batch_assets_key"  # in a batch's metadata
 PAGES, PAGE = 100, 100  # of a list that is looked through
-SKEW_SECONDS = 3600.0  # between our clock and a provider's
+SKEW_SECONDS = 2 * 86_400.0  # between our clock and a provider's, at most
 CALL_SECONDS, FILE_SECONDS, SILENT_SECONDS = 30.0, 3600.0, 60.0
 ID_LETTERS = 2048  # gateways put what they know of a file into its id
 ENDED = frozenset({"completed", "failed", "expired", "cancelled"})

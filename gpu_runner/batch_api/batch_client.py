@@ -135,6 +135,7 @@ class BatchClient(EngineClient):
         self._gathering: asyncio.TimerHandle | None = None
         self._known: dict[str, _Batch] = {}
         self._sent: set[str] = set()  # keys of batches of ours
+        self._seen: set[str] = set()  # keys of all records that need not be read again
         self._places = asyncio.Semaphore(batches.max_open)
         self._tasks: set[asyncio.Task[None]] = set()
         self._unread: set[_Row] = set()  # have a line, which is not an answer yet
@@ -249,8 +250,11 @@ class BatchClient(EngineClient):
 
     async def _look_for_records(self) -> None:
         """Takes in batches that others have sent, or we before we were ended."""
-        for record in await asyncio.to_thread(self._records.all):
-            if record.place == self._place and record.input_file_id and record.key not in self._known:
+        for record in await asyncio.to_thread(self._records.all, frozenset(self._seen)):
+            if not record.input_file_id or record.key in self._seen:
+                continue
+            self._seen.add(record.key)
+            if record.place == self._place:
                 self._known[record.key] = batch = _Batch(record)
                 for custom_id in batch.ids:
                     batch.put_back(custom_id)
@@ -360,8 +364,9 @@ class BatchClient(EngineClient):
         file.unlink()
         record = record.model_copy(update={"digests": digests, "input_file_id": file_id})
         batch = _Batch(record, dict(zip(ids, rows, strict=True)), unclear=False)
-        self._known[key] = batch  # first: what is written down and not known is another run's
+        self._known[key] = batch  # first: what is written down and not seen is another run's
         self._sent.add(key)
+        self._seen.add(key)
         try:
             await asyncio.to_thread(self._records.keep, record)
         except Exception:

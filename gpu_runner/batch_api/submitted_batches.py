@@ -6,7 +6,7 @@ of it the batch is looked for by `key`, which stands in its metadata; its input 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -40,8 +40,8 @@ class BatchRecords(Protocol):
     def keep(self, batch: SubmittedBatch) -> None:
         """Write, or replace."""
 
-    def all(self) -> Sequence[SubmittedBatch]:
-        """Those that are there; one that cannot be read is left out."""
+    def all(self, besides: Collection[str] = ()) -> Sequence[SubmittedBatch]:
+        """Those that are there, but for these keys; one that cannot be read is left out."""
 
     def drop(self, keys: Sequence[str]) -> None:
         """Delete."""

@@ -6,7 +6,7 @@ They go with the journal: a run that continues another one reads both, a regener
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from pydantic import ValidationError
 
@@ -32,10 +32,12 @@ class StoredBatches:
         """Write, or replace. Raises OSError and StoreError."""
         self._objects.put(self._path(batch.key), batch.model_dump_json().encode())
 
-    def all(self) -> Sequence[SubmittedBatch]:
-        """Those that can be read. Raises OSError and StoreError."""
-        found = []
+    def all(self, besides: Collection[str] = ()) -> Sequence[SubmittedBatch]:
+        """Those that can be read, but for these keys. Raises OSError and StoreError."""
+        found: list[SubmittedBatch] = []
         for info in self._objects.list(self._prefix):
+            if info.path[len(self._prefix) :].removesuffix(".json") in besides:
+                continue
             try:
                 found.append(SubmittedBatch.model_validate_json(self._objects.get(info.path, LARGEST_RECORD)))
             except FileNotFoundError:

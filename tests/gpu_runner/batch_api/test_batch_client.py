@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-from collections.abc import Callable, Coroutine, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from aiohttp import web
 from support.fake_batch_api import FakeBatchApi, completion, error_line, fake_batch_api, line
 from support.http_server import status
 
+from gpu_runner.batch_api.batch_calls import SKEW_SECONDS
 from gpu_runner.batch_api.batch_client import BatchClient
 from gpu_runner.batch_api.submitted_batches import SubmittedBatch
 from gpu_runner.client.protocol import Completion, EngineLost, EngineRefused, RequestDenied, RowRejected, Transient
@@ -30,12 +32,15 @@ class Records:
     """In memory."""
 
     kept: dict[str, SubmittedBatch] = field(default_factory=dict)
+    read: Counter[str] = field(default_factory=Counter)
 
     def keep(self, batch: SubmittedBatch) -> None:
         self.kept[batch.key] = batch
 
-    def all(self) -> Sequence[SubmittedBatch]:
-        return list(self.kept.values())
+    def all(self, besides: Collection[str] = ()) -> Sequence[SubmittedBatch]:
+        found = [record for key, record in self.kept.items() if key not in besides]
+        self.read.update(record.key for record in found)
+        return found
 
     def drop(self, keys: Sequence[str]) -> None:
         for key in keys:
@@ -747,7 +752,7 @@ async def test_a_batch_behind_many_newer_ones_is_found_and_older_ones_are_not_lo
 
         api._page = counted  # type: ignore[method-assign]
         async with client(api, records) as engine:
-            assert await engine._api_calls.find("f" * 32, "", now + 8000) is None
+            assert await engine._api_calls.find("f" * 32, "", now + 4400 + SKEW_SECONDS) is None
         assert pages == 1
 
 
@@ -912,3 +917,16 @@ async def test_what_refuses_every_file_is_not_the_rows_fault(
         assert "EngineRefused" in texts(found) and len(api.batches) <= 6
         with pytest.raises(EngineRefused, match="invalid_request"):
             await engine.generate(prompt(30))
+
+
+@on_a_loop
+async def test_a_record_is_read_once_however_many_batches_are_sent() -> None:
+    records, limits = Records(), replace(LIMITS, max_requests=2)
+    async with fake_batch_api(MODEL, answer=echo) as api:
+        async with client(api, records, limits) as engine:
+            await ask(engine, *range(20))
+        assert len(records.kept) == 10 and max(records.read.values(), default=0) <= 1
+        records.read.clear()
+        async with client(api, records, limits) as engine:
+            assert texts(await ask(engine, *range(20, 40))) == [f"re: question {one}" for one in range(20, 40)]
+        assert set(records.read.values()) == {1}
