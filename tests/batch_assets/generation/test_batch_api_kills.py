@@ -77,7 +77,10 @@ def check(root: str, api: FakeBatchApi) -> None:
     assert len(asked) == ROWS and set(asked.values()) == {1}, "each row is paid once"
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment",
+    [one if one == "created" else pytest.param(one, marks=pytest.mark.soak("losses")) for one in MOMENTS],
+)
 def test_a_worker_that_is_killed_at_any_moment_costs_no_row_and_no_file(tmp_path: Path, moment: str) -> None:
     root = str(tmp_path / "store")
     write_snapshot(DatasetStore(open_objects(root), "d"), questions(ROWS))
@@ -88,6 +91,7 @@ def test_a_worker_that_is_killed_at_any_moment_costs_no_row_and_no_file(tmp_path
         assert not list(open_objects(root).list("d/submitted_batches/"))
 
 
+@pytest.mark.soak("losses")
 @pytest.mark.parametrize("moment", ["creates", "created"])
 @pytest.mark.parametrize(
     "provider",
