@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol, cast
 
 from batch_assets.capacity_planning.workload_estimate import ESTIMATE_SPREAD, FIRST_SPREAD
@@ -20,19 +20,20 @@ from gpu_runner.fleet_database.accounting.request_budget import Spend
 from gpu_runner.fleet_database.database import FleetDatabase, Instance
 from gpu_runner.fleet_database.targets import DatasetTarget
 from gpu_runner.money import format_usd
-from gpu_runner.offers.offer import Objective, Ranking
+from gpu_runner.offers.offer import Objective, Offer, Ranking
 from gpu_runner.offers.selection import MEMORY, OfferFailure
-from gpu_runner.offers.speed import Measurement
+from gpu_runner.offers.speed import Basis, Measurement, Speed
 from gpu_runner.offers.workload import Assumption, Subject, Workload
 from gpu_runner.planner.planner import in_detail, make_plan
+from gpu_runner.planner.speed_model import HardwareType
 from gpu_runner.planner.types import ControlTiming, HeldInstance, Plan, PlannedOffer, Target, Work
 from gpu_runner.rows import Task
 from gpu_runner.token_price import TokenPrice
 from resources.engine_options import PLAIN, EngineOptions
 from resources.fleet.fleet_config import ENDPOINT_VARIABLE, EngineConfig, FleetConfigError
 from resources.fleet.hosted_engines import (
-    ASSUMED_SPEED,
     BatchVerdict,
+    engine_speed,
     hosted_engines,
     hosted_options,
     unpriced_engines,
@@ -40,7 +41,7 @@ from resources.fleet.hosted_engines import (
     weigh_batches,
 )
 from resources.fleet.leased_engine import instance_offer
-from resources.fleet.planner_options import beliefs, held, options
+from resources.fleet.planner_options import Beliefs, beliefs, held, options
 from resources.fleet.resource import FleetConfig, GpuFleet
 from resources.pricing.market import Market, OfferSnapshot
 from resources.pricing.model_catalog import DeclaredModel
@@ -143,7 +144,10 @@ class FleetView:
 
 @dataclass(frozen=True, slots=True)
 class PlannerInput:
-    """What the planner is asked. `measured`: how fast one of the instances held is has been seen, not estimated."""
+    """What the planner is asked. `measured`: how fast one of the instances held is has been seen, not estimated.
+
+    `speeds`: by the name of an offer or engine how fast it is taken to be, on its own clock, and how that is known.
+    """
 
     work: Work
     options: tuple[PlannedOffer, ...]
@@ -151,6 +155,7 @@ class PlannerInput:
     target: Target
     measured: bool
     ranking: Ranking
+    speeds: Mapping[str, Speed] = field(default_factory=dict)
 
 
 def build_input(
@@ -173,13 +178,14 @@ def build_input(
     known = OfferSnapshot((*stock.offers, *stock.silent, *(instance_offer(one) for one in instances)), (), ())
     speeds = around.ranking(spec, workload, target.objective, known)
     believed = beliefs(speeds, around.ranking(spec, workload, target.objective, known, measured=False))
-    basis = {one.offer.hardware: one.speed.basis for one in speeds.ranked}
+    known_by = {HardwareType(*one.offer.hardware): one.speed for one in reversed(speeds.ranked)}
     standing = Counter(instance_offer(one).name for one in around.instances if one.state == "ready")
     there = options(ranking, around.clocks, around.failures, believed, standing)
     accepted = spec.hardware.accept()
     if silent := tuple(one for one in stock.silent if not accepted.reasons(one)):
         missed = around.ranking(spec, workload, target.objective, OfferSnapshot(silent, (), ()))
         there += options(missed, around.clocks, around.failures, believed, standing)
+    mine = held(instances, around.failures, believed)
     return PlannerInput(
         Work(
             tokens=workload.tokens,
@@ -189,30 +195,103 @@ def build_input(
             spread=spread,
         ),
         tuple(_less(one, (taken or {}).get(one.name, 0)) for one in there),
-        tuple(held(instances, around.failures, believed)),
+        tuple(mine),
         target,
-        any(basis.get(instance_offer(one).hardware) == "measured" for one in instances),
+        any(_basis(known_by, instance_offer(one)) == "measured" for one in instances),
         ranking,
+        _speeds([*there, *(one.option for one in mine)], known_by, believed),
     )
+
+
+def _speeds(
+    planned: Sequence[PlannedOffer], known: Mapping[HardwareType, Speed], believed: Beliefs
+) -> dict[str, Speed]:
+    """By the name of an offer: as it is believed, and how it is known."""
+    return {
+        one.name: replace(known[kind], tokens_per_second=believed[kind].tokens_per_second)
+        for one in planned
+        if (kind := one.hardware_type) in known and kind in believed
+    }
+
+
+def _basis(known: Mapping[HardwareType, Speed], offer: Offer) -> Basis | None:
+    found = known.get(HardwareType(*offer.hardware))
+    return None if found is None else found.basis
+
+
+def ask(
+    around: FleetView,
+    fleet_db: FleetDatabase,
+    spec: GeneratedDatasetSpec,
+    workload: Workload,
+    target: Target,
+    *,
+    endpoint: str | None,
+    batches: int,
+    spread: float,
+    rows_total: int,
+    started_ago: float = 0.0,
+    taken: Mapping[str, int] | None = None,
+) -> tuple[PlannerInput, Workload]:
+    """The question about a dataset, as the capacity sensor and `plan` put it: what can be rented, and the engines of
+    fleet.yaml. Also the work with what is assumed of them. `taken`: as in `build_input`.
+    """
+    work = with_price_of_user(workload, spec, around.config)
+    asked = build_input(
+        around,
+        spec,
+        work,
+        target,
+        batches=batches,
+        spread=spread,
+        rows_total=rows_total,
+        started_ago=started_ago,
+        taken=taken,
+    )
+    return with_engines(asked, around.config, fleet_db, work, spec, endpoint)
+
+
+def with_engines(
+    asked: PlannerInput,
+    config: FleetConfig,
+    fleet_db: FleetDatabase,
+    work: Workload,
+    spec: GeneratedDatasetSpec,
+    endpoint: str | None,
+) -> tuple[PlannerInput, Workload]:
+    """The planner's input with the engines of fleet.yaml, as fast as earlier runs measured them, and the work with what
+    is assumed of them.
+    """
+    try:
+        engines = config.engines_for(spec.model, endpoint, spec.engine)
+    except FleetConfigError:
+        engines = ()
+    speeds = fleet_db.engine_speeds([one.name for one in engines], spec.name)
+    verdicts = batch_verdicts(asked, config, work, model=spec.model, endpoint=endpoint, options=spec.engine)
+    own = {one.name: engine_speed(one.name, speeds) for one in engines if one.kind != "batch_api"}
+    asked = replace(asked, speeds={**asked.speeds, **own})
+    hosted = hosted_engines(config, spec.model, endpoint, spec.engine)
+    if hosted or any(one.taken for one in verdicts):
+        asked = with_hosted_engines(asked, hosted, verdicts, work, speeds, endpoint)
+    elif unpriced := unpriced_engines(config, spec.model, endpoint, spec.engine):
+        free = free_engines(fleet_db, unpriced, spec.name)
+        return with_unpriced_engines(asked, unpriced, free, work, speeds, endpoint)
+    return asked, work
 
 
 def with_hosted_engines(
     asked: PlannerInput,
-    config: FleetConfig,
+    engines: Sequence[EngineConfig],
+    verdicts: Sequence[BatchVerdict],
     work: Workload,
-    speeds: Mapping[str, float],
-    *,
-    model: str,
+    speeds: Mapping[str, Speed],
     endpoint: str | None,
-    options: EngineOptions = PLAIN,
 ) -> PlannerInput:
     """The planner's input with engines that are paid by the token.
 
     They are taken before anything is rented, so they alone are planned for, unless time presses. With an `endpoint`
     nothing else ever serves: whatever else is offered counts for nothing.
     """
-    engines = hosted_engines(config, model, endpoint, options)
-    verdicts = batch_verdicts(asked, config, work, model=model, endpoint=endpoint, options=options)
     left_out = {one.engine.name for one in verdicts if not one.taken}
     if taken := [one.engine for one in verdicts if one.taken]:
         return replace(asked, options=hosted_options(taken[:1], work, speeds), held=(), measured=True)
@@ -252,22 +331,35 @@ def batch_verdicts(
     ]
 
 
+def free_engines(fleet_db: FleetDatabase, engines: Sequence[EngineConfig], dataset: str) -> list[EngineConfig]:
+    """Those that no run of another dataset holds now."""
+    others = {beat.run_id for beat in fleet_db.runs() if beat.dataset != dataset}
+    return [one for one in engines if fleet_db.holder(one.name) not in others]
+
+
 def with_unpriced_engines(
-    asked: PlannerInput, engines: Sequence[EngineConfig], work: Workload, endpoint: str | None
+    asked: PlannerInput,
+    engines: Sequence[EngineConfig],
+    free: Sequence[EngineConfig],
+    work: Workload,
+    speeds: Mapping[str, Speed],
+    endpoint: str | None,
 ) -> tuple[PlannerInput, Workload]:
     """The planner's input with engines of fleet.yaml that have no price, and the work with what is assumed of them.
 
-    Runs take them before anything is rented, so they alone are planned for, unless time presses and something else can
-    be had.
+    Runs take them before anything is rented: the first that is `free` alone is planned for, and where time presses all
+    that are. They are not where something else can be had, and time presses or others hold them all.
     """
-    names = ", ".join(engine.name for engine in engines)
-    if (asked.options or asked.held) and not endpoint and time_presses(asked.target):
-        said = f"{names} of fleet.yaml is taken before anything is rented, and is not part of this plan: its speed and "
-        return asked, _assuming(work, Assumption(Subject.SPEEDS, f"{said}price are not known"))
-    said = (
-        f"{names}: {ASSUMED_SPEED:,.0f} tokens/s, as its speed is not measured; without a price it costs nothing here"
-    )
-    options = unpriced_options(engines, work)
+    presses, rents = time_presses(asked.target), bool(asked.options or asked.held) and not endpoint
+    if rents and (presses or not free):
+        said = (
+            f"{', '.join(engine.name for engine in engines)} of fleet.yaml is taken before anything is rented, and is"
+        )
+        why = "no price of it is known" if free else "other datasets hold it now"
+        return asked, _assuming(work, Assumption(Subject.SPEEDS, f"{said} not part of this plan: {why}"))
+    taken = list(free or engines)[: None if presses else 1]
+    said = f"{', '.join(engine.name for engine in taken)}: without a price it costs nothing here"
+    options = unpriced_options(taken, work, speeds)
     return replace(asked, options=options, held=(), measured=True), _assuming(work, Assumption(Subject.SPEEDS, said))
 
 
@@ -308,11 +400,36 @@ def _less(option: PlannedOffer, taken: int) -> PlannedOffer:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedSpeed:
+    """How fast one instance of an offer, or an engine of fleet.yaml (`stands`), is taken to be, on its own clock."""
+
+    offer: str
+    speed: Speed
+    stands: bool
+
+    @property
+    def basis(self) -> str:
+        """`assumed` of an engine that was never used; else as in `Speed`."""
+        return "assumed" if self.stands and self.speed.basis == "estimate" else self.speed.basis
+
+    def describe(self) -> str:
+        """For people."""
+        rows = "1 row" if self.speed.rows == 1 else f"{self.speed.rows:,} rows"
+        said = {
+            "measured": f"measured on {rows}",
+            "scaled": f"measured on {rows} of other lengths and carried over",
+            "estimate": "estimated, not measured",
+            "assumed": "assumed, as no run has measured it",
+        }
+        return f"{self.offer}: {self.speed.tokens_per_second:,.0f} tokens/s, {said[self.basis]}"
+
+
+@dataclass(frozen=True, slots=True)
 class Proposal:
     """What could be done now; nothing is rented for it. `request`, `spend`: of the request under way, if any.
 
     `clocks`: simulated seconds per real second, by provider. `batch_apis`: of each Batch API whether it is taken, a
-    sentence.
+    sentence. `speeds`: of what is planned.
     """
 
     dataset: str
@@ -325,6 +442,7 @@ class Proposal:
     problems: tuple[str, ...]
     clocks: Mapping[str, float]
     batch_apis: tuple[str, ...] = ()
+    speeds: tuple[PlannedSpeed, ...] = ()
 
 
 def propose(
@@ -342,30 +460,23 @@ def propose(
     if not work.rows:
         text = f"nothing is left to do: planned as if all {work.all_rows:,} rows were to be done"
         work = replace(_assuming(work, Assumption(Subject.ROWS, text)), rows=work.all_rows)
-    work = with_price_of_user(work, spec, around.config)
     spend = fleet_db.spend(spec.name) if request is not None else None
     wanted = wanted_of(spec, tags, request, spend, around.config.max_instances, fleet_db.now())
     wanted = with_idle_tail(around.config, wanted, timing)
     endpoint = tags.get(ENDPOINT_TAG) or os.environ.get(ENDPOINT_VARIABLE)
-    hosted = hosted_engines(around.config, spec.model, endpoint, spec.engine)
-    asked = build_input(
+    asked, work = ask(
         around,
+        fleet_db,
         spec,
         work,
         wanted,
+        endpoint=endpoint,
         batches=-(-work.rows // spec.batch_rows),
         spread=FIRST_SPREAD if work.output_basis == "measured" else ESTIMATE_SPREAD,
         rows_total=work.all_rows,
         started_ago=request.age if request is not None else 0.0,
     )
     verdicts = batch_verdicts(asked, around.config, work, model=spec.model, endpoint=endpoint, options=spec.engine)
-    if hosted:
-        speeds, options = fleet_db.engine_speeds(), spec.engine
-        asked = with_hosted_engines(
-            asked, around.config, work, speeds, model=spec.model, endpoint=endpoint, options=options
-        )
-    elif standing := unpriced_engines(around.config, spec.model, endpoint, spec.engine):
-        asked, work = with_unpriced_engines(asked, standing, work, endpoint)
     if work.user is not None and work.user.engine and any(one.row_usd is None for one in asked.options):
         usd = format_usd(work.rows * work.mean_row_usd(None), fine=True)
         text = f"what the user says costs {usd} $ at {work.user.engine}, which is not in the sums of what is rented"
@@ -376,8 +487,17 @@ def propose(
     plan = in_detail(plan, asked.work, asked.options, asked.held, wanted)
     work = _assuming(work, *_unmeasured(plan, wanted))
     name, said = request.request if request is not None else "", tuple(one.describe() for one in verdicts)
-    return Proposal(
-        spec.name, work, wanted, plan, asked.held, name, spend, around.market.stock().problems, around.clocks, said
+    problems, speeds = around.market.stock().problems, planned_speeds(plan, asked)
+    return Proposal(spec.name, work, wanted, plan, asked.held, name, spend, problems, around.clocks, said, speeds)
+
+
+def planned_speeds(plan: Plan, asked: PlannerInput) -> tuple[PlannedSpeed, ...]:
+    """How fast what is planned is taken to be; where nothing is, what would be done earliest."""
+    one = plan.chosen or plan.earliest
+    return tuple(
+        PlannedSpeed(option.name, asked.speeds[option.name], option.row_usd is not None)
+        for option, _ in (one.fleet if one is not None else ())
+        if option.name in asked.speeds
     )
 
 

@@ -1,11 +1,11 @@
-"""Engines that stand in fleet.yaml. Those that are paid by the token are planned for; the planner knows no other."""
+"""How many engines of fleet.yaml a command counts with, which runs take before anything is rented."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
 
-from batch_assets.capacity_planning.planner_input import time_presses
+from batch_assets.capacity_planning.planner_input import free_engines, time_presses
 from gpu_runner.fleet_database.database import FleetDatabase
 from gpu_runner.planner.controller import Command
 from gpu_runner.planner.types import Target
@@ -40,8 +40,7 @@ def with_standing_engines(
     engines = [one for one in engines if one.kind != "batch_api" or one.name in planned]
     if not engines or command.pause:
         return command
-    others = {beat.run_id for beat in fleet_db.runs() if beat.dataset != dataset}
-    usable = [one for one in engines if fleet_db.holder(one.name) not in others]
+    usable = free_engines(fleet_db, engines, dataset)
     if not usable:
         return command
     presses = time_presses(wanted)

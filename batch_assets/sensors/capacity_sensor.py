@@ -21,10 +21,8 @@ from batch_assets.capacity_planning.planner_input import (
     FleetView,
     Markets,
     PlannerInput,
-    build_input,
-    with_hosted_engines,
+    ask,
     with_idle_tail,
-    with_price_of_user,
 )
 from batch_assets.catalog import ledger
 from batch_assets.catalog.backfills import last_done_at
@@ -241,25 +239,23 @@ def _asked(
     taken: Counter[str],
     endpoint: str | None,
 ) -> PlannerInput:
-    """What the planner is asked: what can be rented, and the engines of fleet.yaml that are paid by the token."""
-    spec, found = question.planned, question.open
+    """What the planner is asked."""
+    found = question.open
     assert found.work is not None
-    work = with_price_of_user(found.work, question.spec, around.config)
-    asked = build_input(
+    asked, _ = ask(
         around,
-        spec,
-        work,
+        fleet_db,
+        question.planned,
+        found.work,
         wanted,
+        endpoint=endpoint,
         batches=found.units,
         spread=found.spread,
         rows_total=rows_total,
         started_ago=question.target.age,
         taken=taken,
     )
-    speeds = fleet_db.engine_speeds()
-    return with_hosted_engines(
-        asked, around.config, work, speeds, model=spec.model, endpoint=endpoint, options=spec.engine
-    )
+    return asked
 
 
 def _wanted(question: Open, share: int, spent_usd: float) -> Target:

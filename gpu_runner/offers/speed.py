@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from gpu_runner.offers.gpus import GpuSheet, find_sheet
@@ -57,11 +57,12 @@ class Speed:
 
     `measured`: on rows of about these lengths. `scaled`: measured on rows of other lengths, carried over with the
     estimate's ratio where the GPU has a datasheet. `estimate`: roofline; expect it to be off by a factor of 2, and more
-    on cards that their power limit slows down.
+    on cards that their power limit slows down. `rows`: on how many it was measured.
     """
 
     tokens_per_second: float
     basis: Basis
+    rows: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,9 +206,10 @@ class Throughput:
         seen = self._measured.get((facts.model, gpu, round(memory_gib), gpus), [])
         alike = [one for one in seen if self._alike(one.mix, mix)]
         if alike:
-            return Speed(sum(one.tokens for one in alike) / sum(one.seconds for one in alike), "measured")
+            speed = sum(one.tokens for one in alike) / sum(one.seconds for one in alike)
+            return Speed(speed, "measured", _rows(alike))
         if seen:
-            return Speed(self._scale(seen, facts, sheet, mix), "scaled")
+            return Speed(self._scale(seen, facts, sheet, mix), "scaled", _rows(seen))
         if sheet is None:
             return NoSpeed(f"no datasheet for {gpu} with {memory_gib:g} GiB, and no measured speed of {facts.model}")
         return estimate_speed(facts, sheet, memory_gib, gpus, mix, self._assumed)
@@ -232,3 +234,7 @@ class Throughput:
                 return plain  # it ran where the estimate says it cannot: the facts are off, the measurement is not
             expected += one.tokens / estimate.tokens_per_second
         return plain if isinstance(wanted, NoSpeed) else wanted.tokens_per_second * expected / seconds
+
+
+def _rows(measured: Iterable[Measurement]) -> int:
+    return round(sum(one.tokens / one.mix.tokens for one in measured))

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from gpu_runner.cost_meter import CostMeter, LeaseUsage, TokenMeter
+from gpu_runner.cost_meter import CostMeter, TokenMeter
 from gpu_runner.fleet_database.capacity_plan import PauseKind
 from gpu_runner.fleet_database.database import BudgetReached, FleetDatabase, FleetFull, Lease
 from gpu_runner.fleet_database.heartbeat import Heartbeat
@@ -224,8 +224,7 @@ class FleetClient:
         leased.close()
         spent = leased.spending.spent()
         if leased.offer is None:
-            paid = isinstance(leased.spending, TokenMeter)
-            self.fleet_db.release(leased.lease, spent if paid else LeaseUsage(), reason=reason)
+            self.fleet_db.release(leased.lease, spent, reason=reason)
         elif retire:
             # A lease that is not ours any more was ended by the reaper, which saw the loss first and remembers it.
             if self.fleet_db.release(leased.lease, spent, reason=reason, retire=True) and lost:
@@ -372,9 +371,13 @@ class FleetClient:
         )
 
     def _meter(self, engine: EngineConfig, need: Requirement, lease: Lease) -> CostMeter:
-        """The meter of an engine of fleet.yaml: where tokens are paid it is bound to what the budget grants."""
+        """The meter of an engine of fleet.yaml: where tokens are paid it is bound to what the budget grants. What it
+        counts is kept of every engine, as that says how fast it is.
+        """
         if (price := engine.token_price) is None:
-            return CostMeter()
+            unpaid = CostMeter()
+            self.heartbeat.account(lease, unpaid.spent)
+            return unpaid
         meter = TokenMeter(price, need.work().row_usd(price))
         self.heartbeat.bound(lease, meter)
         return meter

@@ -5,7 +5,7 @@ without a price. Pure.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpu_runner.money import format_usd
 from gpu_runner.offers.offer import HOUR, Objective, Offer, RankedOffer
@@ -15,9 +15,9 @@ from gpu_runner.planner.types import PlannedOffer
 from gpu_runner.request_limits import BatchLimits
 from resources.engine_options import PLAIN, EngineOptions
 from resources.fleet.fleet_config import EngineConfig, FleetConfig, FleetConfigError
+from resources.fleet.planner_options import SPREAD
 
 ASSUMED_SPEED = 1_000.0  # tokens per second of one that was never used; its cost does not depend on it
-ASSUMED_SPREAD = 0.5  # relative standard deviation of that speed, as of any that is estimated
 SOURCE = "fleet.yaml"
 MARGIN = 1.1  # times the windows of batches, that the deadline must leave
 ELSEWHERE_MARGIN = 2.0  # times what the work takes elsewhere: then batches that have not come are not waited for
@@ -115,18 +115,23 @@ def unpriced_engines(
     return [engine for engine in engines if engine.token_price is None]
 
 
-def unpriced_options(engines: Sequence[EngineConfig], work: Workload) -> tuple[PlannedOffer, ...]:
-    """As the planner sees them: they cost nothing but the user's texts at another engine, and nobody knows how fast
-    they are.
-    """
+def engine_speed(name: str, speeds: Mapping[str, Speed]) -> Speed:
+    """How fast an engine is taken to be. `speeds`: by name, of those that were used."""
+    return speeds.get(name, Speed(ASSUMED_SPEED, "estimate"))
+
+
+def unpriced_options(
+    engines: Sequence[EngineConfig], work: Workload, speeds: Mapping[str, Speed]
+) -> tuple[PlannedOffer, ...]:
+    """As the planner sees them: they cost nothing but the user's texts at another engine."""
     return tuple(
         PlannedOffer(
             engine.name,
-            _usd_per_token(engine, work) * ASSUMED_SPEED * HOUR,
-            ASSUMED_SPEED,
+            _usd_per_token(engine, work) * engine_speed(engine.name, speeds).tokens_per_second * HOUR,
+            engine_speed(engine.name, speeds).tokens_per_second,
             0.0,
             capacity=1,
-            spread=ASSUMED_SPREAD,
+            spread=SPREAD[engine_speed(engine.name, speeds).basis],
             row_usd=0.0,
         )
         for engine in engines
@@ -134,9 +139,9 @@ def unpriced_options(engines: Sequence[EngineConfig], work: Workload) -> tuple[P
 
 
 def hosted_options(
-    engines: Sequence[EngineConfig], work: Workload, speeds: Mapping[str, float]
+    engines: Sequence[EngineConfig], work: Workload, speeds: Mapping[str, Speed]
 ) -> tuple[PlannedOffer, ...]:
-    """As the planner sees them. `speeds`: tokens per second, by name, of those that were used."""
+    """As the planner sees them. `speeds`: by name, of those that were used."""
     return tuple(
         PlannedOffer(
             name=engine.name,
@@ -151,7 +156,7 @@ def hosted_options(
 
 
 def hosted_offers(
-    engines: Sequence[EngineConfig], work: Workload, speeds: Mapping[str, float], now: float
+    engines: Sequence[EngineConfig], work: Workload, speeds: Mapping[str, Speed], now: float
 ) -> list[RankedOffer]:
     """As offers for this work: the price of an hour is that of the tokens of an hour."""
     found: list[RankedOffer] = []
@@ -172,16 +177,16 @@ def hosted_offers(
             source=SOURCE,
             by_tokens=True,
         )
-        basis = Speed(speed, "measured" if engine.name in speeds else "estimate")
-        found.append(RankedOffer(offer, basis, work.tokens / speed, work.tokens * price))
+        known = replace(engine_speed(engine.name, speeds), tokens_per_second=speed)
+        found.append(RankedOffer(offer, known, work.tokens / speed, work.tokens * price))
     return found
 
 
-def _speed(engine: EngineConfig, work: Workload, speeds: Mapping[str, float]) -> float:
+def _speed(engine: EngineConfig, work: Workload, speeds: Mapping[str, Speed]) -> float:
     """Tokens per second. What goes out as batches takes as long as the provider may take, however much it is."""
     if (batches := engine.limits.batches) is not None:
         return max(1.0, work.tokens) / _windows(batches, work)
-    return speeds.get(engine.name, ASSUMED_SPEED)
+    return engine_speed(engine.name, speeds).tokens_per_second
 
 
 def _usd_per_token(engine: EngineConfig, work: Workload) -> float:

@@ -66,6 +66,15 @@ def as_json(found: Proposal) -> dict[str, Any]:
         "next_best": [_candidate_json(one) for one in plan.next_best],
         "curve": [_candidate_json(one) for one in plan.curve],
         "assumptions": [str(one) for one in found.work.assumptions],
+        "speeds": [
+            {
+                "offer": one.offer,
+                "tokens_per_second": round(one.speed.tokens_per_second, 1),
+                "basis": one.basis,
+                "rows": one.speed.rows,
+            }
+            for one in found.speeds
+        ],
         "batch_apis": list(found.batch_apis),
         "problems": list(found.problems),
         "clocks": dict(found.clocks),
@@ -196,6 +205,7 @@ def report(view: Proposal) -> Group:
         f"{view.dataset}: {work.rows:,} rows, {work.tokens:,.0f} tokens "
         f"({work.mix.prompt_tokens:,.0f} + {work.mix.output_tokens:,.0f} per row, {work.output_basis})",
         *(f"  assumed: {text}" for text in work.assumptions),
+        *(f"speed: {one.describe()}" for one in view.speeds),
         f"wanted: {wanted_words(view.target)}",
         *([f"held: {len(view.held)} instances; spent so far: {format_usd(view.spend.usd)} $"] if view.spend else []),
         *([scale] if (scale := scale_words(view.clocks)) else []),

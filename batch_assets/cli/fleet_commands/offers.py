@@ -199,7 +199,8 @@ def with_hosted(view: OffersView, spec: GeneratedDatasetSpec, now: float) -> Off
     if not engines:
         return view
     with fleet.open_database() as fleet_db:
-        hosted = hosted_offers(engines, view.work, fleet_db.engine_speeds(), now)
+        speeds = fleet_db.engine_speeds([one.name for one in engines], spec.name)
+        hosted = hosted_offers(engines, view.work, speeds, now)
     pairs = [*zip(view.ranking.ranked, view.placements, strict=True), *((one, None) for one in hosted)]
     pairs.sort(key=lambda pair: objective_value(pair[0], view.ranking.objective))
     ranking = dataclasses.replace(view.ranking, ranked=tuple(one for one, _ in pairs))

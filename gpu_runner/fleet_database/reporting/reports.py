@@ -25,7 +25,7 @@ from gpu_runner.fleet_database.accounting.request_budget import payer
 from gpu_runner.fleet_database.connection import INSTANCES, LEASES, Tables
 from gpu_runner.fleet_database.instances import InstanceState
 from gpu_runner.fleet_database.leases import NOT_ENDED, Lease
-from gpu_runner.offers.speed import LengthMix, Measurement
+from gpu_runner.offers.speed import LengthMix, Measurement, Speed
 
 MANY = 500  # names that go into one query
 MEASURED = 100
@@ -169,13 +169,21 @@ class Reports(Tables):
         by_tokens = [_engine_charge(lease, now) for lease in engines]
         return [*found, *(one for one in by_tokens if since is None or one.between(since, math.inf))]
 
-    def engine_speeds(self) -> dict[str, float]:
-        """Tokens per second of engines that are paid by the token, by name, while rows were in flight there."""
-        c = LEASES.c
-        tokens, seconds = sa.func.sum(c.prompt_tokens + c.completion_tokens), sa.func.sum(c.useful_seconds)
-        query = sa.select(c.instance, tokens / seconds).where(c.useful_usd > 0).group_by(c.instance).having(seconds > 0)
+    def engine_speeds(self, names: Collection[str], dataset: str) -> dict[str, Speed]:
+        """How fast engines of fleet.yaml were while rows were in flight there, by name; those that were not used are
+        left out. On rows of the dataset where there are any, else on all; of the MEASURED newest leases of an engine.
+        """
+        c, found = LEASES.c, dict[str, Speed]()
+        columns = (c.dataset, c.rows, c.prompt_tokens + c.completion_tokens, c.useful_seconds)
         with self._reading() as (connection, _):
-            return {name: float(speed) for name, speed in connection.execute(query)}
+            for name in names:
+                used = (c.instance == name) & (c.rows > 0) & (c.useful_seconds > 0)
+                newest = sa.select(*columns).where(used).order_by(c.epoch.desc()).limit(MEASURED)
+                leases = connection.execute(newest).tuples().all()
+                if counted := [lease for lease in leases if lease[0] == dataset] or leases:
+                    _, rows, tokens, seconds = zip(*counted, strict=True)
+                    found[name] = Speed(sum(tokens) / sum(seconds), "measured", sum(rows))
+        return found
 
     def billed(self) -> Billed:
         """What was billed so far, added up by the database: cheap, however long the fleet's database is."""

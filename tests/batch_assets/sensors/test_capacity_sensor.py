@@ -23,7 +23,7 @@ from support.timing import SOAK
 from support.webhooks import SECRET, serving
 
 from batch_assets.capacity_planning.capacity_question import Answer, CapacityQuestion
-from batch_assets.capacity_planning.planner_input import FleetView, Markets, build_input
+from batch_assets.capacity_planning.planner_input import FleetView, Markets, build_input, propose
 from batch_assets.capacity_planning.workload_estimate import WorkloadEstimator
 from batch_assets.catalog import ledger
 from batch_assets.orchestration.request_summary import request_status
@@ -35,11 +35,12 @@ from batch_assets.sensors.capacity_sensor import capacity_sensor, slots_for
 from batch_assets.spec.errors import Problem, SpecError
 from batch_assets.spec.models import load_spec
 from batch_assets.tags import CANCELED_TAG
+from gpu_runner.cost_meter import LeaseUsage
 from gpu_runner.fleet_database.capacity_plan import Assignment, CapacityMemory, CapacityPlan, ControllerState
 from gpu_runner.fleet_database.database import FleetDatabase
 from gpu_runner.fleet_database.wait_reason import RequestFailure, RunActivity, WaitKind, WaitReason
 from gpu_runner.offers.offer import Offer
-from gpu_runner.planner.types import Target
+from gpu_runner.planner.types import ControlTiming, Target
 from gpu_runner.providers.base import ProviderError
 from gpu_runner.providers.simulated.provider import SimulatedProvider
 from resources.alerts import Alert, Alerts
@@ -422,6 +423,28 @@ def test_without_pressure_a_free_engine_is_enough_and_nothing_is_rented(tmp_path
         site.request()
         told = observed(events(site))
         assert (told["instances"], told["offers"]) == (1, "none")
+
+
+@pytest.mark.parametrize("deadline", [None, "6h"])
+def test_an_endpoint_without_a_price_is_done_when_plan_says_so(tmp_path: Path, deadline: str | None) -> None:
+    """The sensor had no speed of it at all: it expected no end, and that no deadline would be met."""
+    with opened(tmp_path, {**SPEC, "deadline": deadline}) as site:
+        lab = {"name": "lab", "kind": "endpoint", "url": "http://127.0.0.1:9000"}
+        (tmp_path / "fleet.yaml").write_text(yaml.safe_dump({"engines": [lab]}))
+        large(site)
+        lease = site.fleet_db.try_lease("lab", "a run", "d", 600)
+        assert lease is not None and site.fleet_db.release(lease, LeaseUsage(50.0, 0.0, 100, 100_000, 100_000))
+        spec = site.specs["d"][0]
+        work = WorkloadEstimator(spec, site.store, site.folder).look()
+        around = FleetView.look(site.fleet, site.fleet_db)
+        planned = propose(around, site.fleet_db, spec, work, {}, ControlTiming.of_sensor(30)).plan.chosen
+        assert planned is not None and planned.finish.p50 == pytest.approx(work.tokens / 4000, rel=1e-6)
+        site.request()
+        site.tick("capacity")
+        found = plan_after_tick(site)
+        assert found.finish_p50 is not None
+        assert found.finish_p50 - found.planned_at == pytest.approx(planned.finish.p50, rel=1e-6)
+        assert found.on_time is (None if deadline is None else True) and found.feasible
 
 
 def test_rows_that_runs_have_finished_but_not_committed_are_not_planned_again(site: SensorDataset) -> None:

@@ -129,8 +129,23 @@ def test_what_was_paid_by_the_token_is_on_every_bill(fleet_db: FleetDatabase, cl
     assert (cost.provider, charge.dataset, charge.rows, charge.prompt_tokens) == ("api", "d", 10, 600)
     assert fleet_db.spend("d").usd == pytest.approx(0.8)
     assert fleet_db.figures().spent_usd == {"api": pytest.approx(0.8)}
-    assert fleet_db.engine_speeds() == {"api": 500.0}
+    (speed,) = fleet_db.engine_speeds(["api", "unused"], "d").values()
+    assert (speed.tokens_per_second, speed.basis, speed.rows) == (500.0, "measured", 10)
     assert fleet_db.billed().seconds == 2.0
     clock.forward(5)
     fleet_db.begin_request("d", "another")
     assert fleet_db.spend("d").usd == 0 and fleet_db.charges(fleet_db.now()) == []
+
+
+def test_how_fast_an_engine_is_on_rows_of_the_dataset_counts_before_all_others(fleet_db: FleetDatabase):
+    for dataset, tokens in (("d", 1000), ("d", 3000), ("e", 8000)):
+        lease = fleet_db.try_lease("lab", f"run of {dataset}", dataset, TTL)
+        assert lease is not None
+        fleet_db.release(lease, LeaseUsage(10.0, 0.0, 5, tokens, 0))
+    speeds = {one: fleet_db.engine_speeds(["lab"], one)["lab"] for one in ("d", "e", "never asked")}
+    assert {one: (found.tokens_per_second, found.rows) for one, found in speeds.items()} == {
+        "d": (200.0, 10),
+        "e": (800.0, 5),
+        "never asked": (400.0, 15),
+    }
+    assert fleet_db.costs() == [] and fleet_db.charges() == [], "it costs nothing"

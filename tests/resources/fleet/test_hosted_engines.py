@@ -19,7 +19,7 @@ from resources.endpoints import allow
 from resources.fleet.client import FleetClient
 from resources.fleet.fleet_config import FleetConfig, FleetConfigError
 from resources.fleet.hosted_engines import hosted_engines, hosted_offers, hosted_options, weigh_batches
-from resources.fleet.leased_engine import LeasedEngine, Requirement
+from resources.fleet.leased_engine import LeasedEngine, Requirement, StaticEngine
 from resources.pricing.market import Market
 from resources.pricing.token_prices import TokenPriceConfig, parse_token_price
 
@@ -152,7 +152,7 @@ def test_a_batch_api_takes_as_long_as_its_window_and_costs_its_tokens(tmp_path: 
     limits = config.engines[0].limits.batches
     assert limits is not None and (limits.window_seconds, limits.max_requests) == (7200, 700)
     assert config.may_serve("m") and not config.may_serve("m", batches=False)
-    (option,) = hosted_options(hosted_engines(config, "m", None), WORK, {"b": 5.0})
+    (option,) = hosted_options(hosted_engines(config, "m", None), WORK, {"b": Speed(5.0, "measured")})
     assert WORK.tokens / option.tokens_per_second == pytest.approx(7200)
     assert option.usd_per_hour * 2 == pytest.approx(WORK.tokens * 0.5 / 1e6)
 
@@ -228,7 +228,7 @@ def test_the_earlier_name_of_the_time_out_of_a_request_is_understood(tmp_path: P
 
 def test_the_cost_of_the_work_is_that_of_its_tokens_whatever_the_speed(tmp_path: Path) -> None:
     engines = hosted_engines(load(tmp_path, engine({"input": 1.0, "output": 2.0})), "m", None)
-    for speeds in ({}, {"api": 50.0}):
+    for speeds in ({}, {"api": Speed(50.0, "measured")}):
         (option,), (offer,) = hosted_options(engines, WORK, speeds), hosted_offers(engines, WORK, speeds, 0.0)
         assert option.usd_per_token * WORK.tokens == pytest.approx(WORK.usd(TokenPrice(1.0, 2.0))) == pytest.approx(0.7)
         assert offer.usd == pytest.approx(0.7) and offer.usd_per_million_tokens == pytest.approx(1.75)
@@ -238,3 +238,20 @@ def test_the_cost_of_the_work_is_that_of_its_tokens_whatever_the_speed(tmp_path:
 def test_where_one_engine_has_no_price_none_is_counted_with(tmp_path: Path) -> None:
     free = {"name": "lab", "kind": "endpoint", "url": "http://127.0.0.1:10"}
     assert hosted_engines(load(tmp_path, free, engine(1.0)), "m", None) == ()
+
+
+def test_what_an_engine_without_a_price_did_is_kept_as_it_says_how_fast_it_is(tmp_path: Path) -> None:
+    config = load(tmp_path, {"name": "lab", "kind": "endpoint", "url": URL})
+    with contextlib.closing(FleetDatabase(f"sqlite:///{tmp_path}/fleet.db")) as fleet_db:
+        heartbeat = Heartbeat(fleet_db, "run", ttl=60)
+        fleet_db.begin_run("run", "d", "00000", "00009")
+        client = FleetClient(config, {}, Market(()), fleet_db, heartbeat, lambda one, *_: StaticEngine(str(one.url)))
+        fleet_db.begin_request("d", "r")
+        need = Requirement("d", "m", "chat", work=lambda: WORK)
+        leased = client.acquire(need, say=lambda _: None, pause=lambda _: pytest.fail("it is free"))
+        leased.spending.begin(100.0)
+        assert leased.spending.settle(100, 300, 0, 102.0) is None
+        client.release(leased)
+        found = fleet_db.engine_speeds(["lab"], "d")["lab"]
+        assert (found.tokens_per_second, found.rows) == (200.0, 1)
+        assert fleet_db.costs() == [], "it costs nothing"

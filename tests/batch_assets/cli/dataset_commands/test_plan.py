@@ -25,6 +25,7 @@ from batch_assets.orchestration.active_request import request_under_way
 from batch_assets.request_status.dataset_status import observing
 from batch_assets.spec.models import load_spec
 from batch_assets.tags import CANCELED_TAG, REFRESH_TAG
+from gpu_runner.cost_meter import LeaseUsage
 from gpu_runner.fleet_database.accounting.request_budget import Spend
 from gpu_runner.fleet_database.database import FleetDatabase
 from gpu_runner.fleet_database.targets import DatasetTarget
@@ -446,18 +447,54 @@ def test_offers_ranks_what_plan_would_take_with_its_figures_and_leaves_out_what_
     assert "its boot failed" in refused["reasons"][0]
 
 
+LAB = {"name": "lab", "kind": "endpoint", "url": "http://127.0.0.1:9", "models": [SPEC["model"]]}
+
+
 def test_an_endpoint_without_a_price_is_planned_for_as_a_run_takes_it(home: Path) -> None:
     """Before anything is rented. How fast it is nobody knows, which is said; it costs nothing here."""
-    lab = {"name": "lab", "kind": "endpoint", "url": "http://127.0.0.1:9", "models": [SPEC["model"]]}
-    (home / "fleet.yaml").write_text(yaml.safe_dump({"engines": [lab]}))
+    (home / "fleet.yaml").write_text(yaml.safe_dump({"engines": [LAB]}))
     status, found = plan("--budget-usd", "0.01")
     assert (status, found["feasible"], found["instances"]) == (0, True, 1)
     assert found["chosen"]["fleet"] == [{"offer": "lab", "instances": 1}]
     assert found["chosen"]["usd"] == {"p50": 0.0, "p95": 0.0} and found["chosen"]["finish_seconds"]["p50"] > 0
-    (said,) = [text for text in found["assumptions"] if text.startswith("lab: ")]
-    assert said == "lab: 1,000 tokens/s, as its speed is not measured; without a price it costs nothing here"
+    assert "lab: without a price it costs nothing here" in found["assumptions"]
+    assert found["speeds"] == [{"offer": "lab", "tokens_per_second": 1000.0, "basis": "assumed", "rows": 0}]
     printed = CliRunner().invoke(app, ["plan", "d"]).stdout
-    assert f"assumed: {said}" in printed and "1 × lab" in printed
+    assert "speed: lab: 1,000 tokens/s, assumed, as no run has measured it" in printed and "1 × lab" in printed
+
+
+def used(home: Path, name: str, usage: LeaseUsage, dataset: str = "d") -> None:
+    """A run had a lease on an engine of fleet.yaml."""
+    with contextlib.closing(FleetDatabase(f"sqlite:///{home}/fleet.db")) as fleet_db:
+        lease = fleet_db.try_lease(name, "a run", dataset, 600)
+        assert lease is not None and fleet_db.release(lease, usage)
+
+
+@pytest.mark.parametrize("price", [{}, {"usd_per_million_tokens": 1.0}])
+def test_an_endpoint_is_planned_as_fast_as_earlier_runs_measured_it(home: Path, price: dict[str, Any]) -> None:
+    """`plan` had assumed 1,000 tokens/s of an endpoint without a price, whatever its runs had seen."""
+    (home / "fleet.yaml").write_text(yaml.safe_dump({"engines": [{**LAB, **price}]}))
+    declare(home, deadline=None)
+    used(home, "lab", LeaseUsage(50.0, 0.0, 1200, 100_000, 150_000, useful_usd=0.25 if price else 0.0))
+    used(home, "lab", LeaseUsage(50.0, 0.0, 10, 900_000, 0), dataset="another")
+    _, found = plan()
+    assert found["speeds"] == [{"offer": "lab", "tokens_per_second": 5000.0, "basis": "measured", "rows": 1200}]
+    assert found["chosen"]["finish_seconds"]["p50"] == pytest.approx(found["tokens"] / 5000, rel=1e-3)
+    said = "speed: lab: 5,000 tokens/s, measured on 1,200 rows"
+    assert said in CliRunner().invoke(app, ["plan", "d"]).stdout
+
+
+def test_of_several_endpoints_without_a_price_a_plan_without_pressure_has_as_many_as_a_run_takes(home: Path) -> None:
+    (home / "fleet.yaml").write_text(yaml.safe_dump({"engines": [LAB, {**LAB, "name": "other"}]}))
+    declare(home, deadline=None)
+    assert plan()[1]["chosen"]["fleet"] == [{"offer": "lab", "instances": 1}]
+    assert plan("--objective", "fastest")[1]["instances"] == 2
+
+
+def test_it_is_said_how_the_speed_of_what_is_rented_is_known(home: Path) -> None:
+    (found,) = plan()[1]["speeds"]
+    assert found["offer"].startswith("sim-one/") and (found["basis"], found["rows"]) == ("estimate", 0)
+    assert "tokens/s, estimated, not measured" in CliRunner().invoke(app, ["plan", "d"]).stdout
 
 
 def test_an_engine_of_the_users_model_that_a_run_would_refuse_is_a_problem(home: Path) -> None:
