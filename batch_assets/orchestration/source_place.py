@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,11 +20,14 @@ from batch_assets.publishing.derived_table import DerivedStore
 from batch_assets.publishing.published_table import broken_files, published_table
 from batch_assets.snapshot.cache import SnapshotCache
 from batch_assets.snapshot.source.errors import SourceError
+from batch_assets.snapshot.source.files import find_files
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.spec.source import JUDGED, PASSED, SourceSpec
 from resources.objects.opening import CorruptObject, Objects
 from resources.store.dataset_store import BatchEntry, BatchObject, DatasetStore
 from resources.store.snapshot_manifest import RowsSoFar
+
+TABLE_ROWS = 8192  # of a table that are read at once
 
 
 def at_its_place(spec: GeneratedDatasetSpec, instance: dg.DagsterInstance, objects: Objects) -> GeneratedDatasetSpec:
@@ -146,6 +149,28 @@ def part_of_source(
         raise SourceError(f"source.streaming: batches of {upstream.name} cannot be read: {error}") from error
     source = spec.source.model_copy(update={"path": f"{escaped(str(folder))}/part-*.parquet"})
     return PartOfSource(spec.model_copy(update={"source": source}), part.so_far, simulated)
+
+
+def without_rows(spec: GeneratedDatasetSpec, ids: Sequence[str], folder: Path, base: Path) -> GeneratedDatasetSpec:
+    """The spec of a dataset that reads the table of another one, with its path, as if rows with these ids were not in
+    that table. `folder`: for a copy of the table without them. Raises SourceError.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    writer, target = None, folder / "part-00000.parquet"
+    for file in find_files(spec.source.path or "", base):
+        with file.open() as raw, pq.ParquetFile(raw) as table:
+            writer = writer or pq.ParquetWriter(target, table.schema_arrow)
+            for batch in table.iter_batches(TABLE_ROWS):
+                row_ids = batch.column("row_id")
+                gone = pc.is_in(row_ids, value_set=pa.array(ids, row_ids.type))
+                writer.write_batch(batch.filter(pc.invert(gone)))
+    if writer is not None:
+        writer.close()
+    source = spec.source.model_copy(update={"path": f"{escaped(str(folder))}/part-*.parquet"})
+    return spec.model_copy(update={"source": source})
 
 
 def refuse_simulated(name: str, simulated: bool, simulation: Callable[[], bool]) -> None:

@@ -12,7 +12,7 @@ import hashlib
 import importlib.metadata
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from batch_assets.snapshot.ingest import Ingested, ingest, source_name
 from batch_assets.snapshot.integrity import FoundSnapshot, damaged_files, find_snapshot, unlike_checksums
 from batch_assets.snapshot.placement import DUPLICATE, Counts, PlacedRows, Placement, Places
 from batch_assets.snapshot.prompts.files import read_text
-from batch_assets.snapshot.row_index import previous_file
+from batch_assets.snapshot.row_index import previous_file, snapshot_rows
 from batch_assets.snapshot.source.errors import Reject, SourceError
 from batch_assets.snapshot.source.files import find_files
 from batch_assets.snapshot.source.hub_files import is_commit, pinned
@@ -228,8 +228,31 @@ def _has_seed(spec: GeneratedDatasetSpec) -> bool:
 
 
 def changed_rows(spec: GeneratedDatasetSpec, store: DatasetStore, *, workdir: Path, base: Path) -> Counts | None:
-    """What a refresh would do to the rows: the file of the dataset and its source as they are now, held against the
-    current snapshot. None before the first snapshot.
+    """What a refresh would do to the rows: see `compare`. None before the first snapshot."""
+    found = compare(spec, store, workdir=workdir, base=base)
+    return None if found is None else found.counts
+
+
+def removed_rows(spec: GeneratedDatasetSpec, counts: Counts) -> int:
+    """Rows that go. Without ids a changed row is another one: the former counts as removed there, and not here."""
+    return counts.removed if spec.has_ids else max(0, counts.removed - counts.added)
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What a refresh would do to the rows, and the ids of those of the snapshot that would go, where they are asked
+    for.
+    """
+
+    counts: Counts
+    gone: Sequence[str] = ()
+
+
+def compare(
+    spec: GeneratedDatasetSpec, store: DatasetStore, *, workdir: Path, base: Path, name_gone: bool = False
+) -> Compared | None:
+    """The file of the dataset and its source as they are now, held against the current snapshot. None before the first
+    one. `name_gone`: with the ids of rows that would go.
 
     Reads the whole source and writes nothing but temporary files into `workdir`, an empty folder. Raises SourceError.
     """
@@ -239,7 +262,7 @@ def changed_rows(spec: GeneratedDatasetSpec, store: DatasetStore, *, workdir: Pa
     spec, wanted = _pinned(spec), previous.manifest.wanted if spec.want is not None else None
     if wanted is None and _is_as_read(previous, read_digest(spec, base)):
         rows = previous.manifest.rows
-        return Counts(rows, previous.manifest.duplicates, 0, 0, 0, 0, rows, previous=True)
+        return Compared(Counts(rows, previous.manifest.duplicates, 0, 0, 0, 0, rows, previous=True))
     read, with_id = ingest(spec, base, workdir, wanted=wanted), spec.has_ids
     rows_before = previous_file(
         workdir / "previous.parquet",
@@ -258,7 +281,18 @@ def changed_rows(spec: GeneratedDatasetSpec, store: DatasetStore, *, workdir: Pa
         number_repeats=_has_seed(spec),
     ) as placement:
         _refuse_repeated_ids(read, placement)
-        return placement.place(rows_before)
+        counts = placement.place(rows_before)
+        places = placement.gone() if name_gone and counts.removed else set()
+    return Compared(counts, _ids_at(places, store, previous, workdir) if places else ())
+
+
+def _ids_at(places: Container[tuple[int, int]], store: DatasetStore, found: FoundSnapshot, workdir: Path) -> list[str]:
+    """Ids of the rows at these places: (number of the batch, place in it)."""
+    ids: list[str] = []
+    for row_ids, _, *where in snapshot_rows(store, found.manifest, found.entries, workdir, found.damaged):
+        at = zip(*(numbers.tolist() for numbers in where), strict=True)
+        ids += [row_id for row_id, place in zip(row_ids, at, strict=True) if place in places]
+    return ids
 
 
 def _refuse_repeated_ids(read: Ingested, placement: Placement) -> None:

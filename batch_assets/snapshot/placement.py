@@ -199,6 +199,12 @@ class Placement:
         counts = (fresh.rows - kept, kept - same, previous_rows - kept, same)
         return Counts(fresh.rows, fresh.duplicates, fresh.refused, *counts, True)
 
+    def gone(self) -> set[tuple[int, int]]:
+        """Rows of the previous snapshot that the source does not have any more: number of the batch, place in it."""
+        kept = "SELECT batch, place FROM joined WHERE batch IS NOT NULL"
+        query = f"SELECT batch, place FROM previous ANTI JOIN ({kept}) USING (batch, place)"
+        return set(self._run(query).fetchall())
+
     def places(self) -> Places:
         """What `place` decided. It stays readable when the database is closed and its memory is free again."""
         special = self._saved("special", "SELECT * FROM special ORDER BY seq")

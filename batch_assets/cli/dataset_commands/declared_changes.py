@@ -7,7 +7,7 @@ from pathlib import Path
 
 from batch_assets.orchestration.source_place import at_its_place, older_part
 from batch_assets.request_status.dataset_status import Observer
-from batch_assets.snapshot.builder import changed_rows
+from batch_assets.snapshot.builder import changed_rows, removed_rows
 from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.models import GeneratedDatasetSpec
 from resources.objects.opening import CorruptObject, temporary_folder
@@ -34,9 +34,7 @@ class DeclaredChanges:
                 counts = changed_rows(spec, seen.store, workdir=workdir, base=folder)
             if counts is None:
                 return cls(older=older)
-            # Without ids a changed row is another one: the former counts as removed.
-            removed = counts.removed if spec.has_ids else max(0, counts.removed - counts.added)
-            return cls(counts.to_ask, removed, older=older)
+            return cls(counts.to_ask, removed_rows(spec, counts), older=older)
         except (SourceError, CorruptObject) as error:
             return cls(problem=str(error))
 

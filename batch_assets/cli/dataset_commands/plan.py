@@ -120,9 +120,13 @@ def proposal(spec: GeneratedDatasetSpec, folder: Path, tags: Mapping[str, str]) 
     if unusable := _unusable_user(spec, around.config):
         found = replace(found, problems=(*found.problems, unusable))
     if around.config.only_plays(spec.model):
-        played = f"there are simulated providers alone: `batch-assets run {spec.name}` takes them with --simulate only"
-        found = replace(found, problems=(*found.problems, played))
+        found = replace(found, problems=(*found.problems, played_words(f"run {spec.name}")))
     return found
+
+
+def played_words(command: str) -> str:
+    """What a command does where nothing real is there: `run NAME`."""
+    return f"there are simulated providers alone: `batch-assets {command}` takes them with --simulate only"
 
 
 def _unusable_user(spec: GeneratedDatasetSpec, config: FleetConfig) -> str:

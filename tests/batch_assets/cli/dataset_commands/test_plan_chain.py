@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from batch_assets.cli.main import app
 from batch_assets.component import Scaffolder, ScaffoldParams
+from batch_assets.orchestration.source_place import at_its_place
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.publish import publish
 from batch_assets.snapshot.builder import build_snapshot
@@ -34,10 +35,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def declare(folder: Path, words: list[str]) -> None:
+def declare(folder: Path, words: list[str], **more: Any) -> None:
     """`answers` read `topics`."""
     topics = attributes("topics", source={"grid": {"x": words}}, id="x")
-    answers = attributes("answers", source={"dataset": "topics"}, prompt={"user": "{{ output }}"})
+    answers = attributes("answers", source={"dataset": "topics"}, prompt={"user": "{{ output }}"}, **more)
     documents = [{"type": COMPONENT, "attributes": one} for one in (topics, answers)]
     write_text(folder / "defs" / "chain", yaml.safe_dump_all(documents))
 
@@ -91,9 +92,52 @@ def test_rows_that_are_new_in_a_source_are_told_from_those_that_were_never_asked
         (1, 0, 0, None),
         (0, 0, 2, "topics"),
     ]
-    lines = CliRunner().invoke(app, ["plan", "answers", "--upstream"]).stdout.splitlines()
-    assert lines[0].split() == ["step", "rows", "to", "ask", "new", "changed", "never", "asked", "$"]
+    text = CliRunner().invoke(app, ["plan", "answers", "--upstream"]).stdout
+    lines = text[text.index("step ") :].splitlines()
+    assert lines[0].split() == ["step", "rows", "to", "ask", "new", "changed", "never", "asked", "removed", "$"]
     assert "and what comes of topics" in lines[2]
+
+
+def test_dollars_of_machines_that_are_only_played_are_marked_as_plan_marks_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    declare(folder, ["a"])
+    assert asked("plan", "answers", "--upstream")["problems"] == []
+    monkeypatch.delenv("BATCH_ASSETS_FLEET")
+    found = asked("plan", "answers", "--upstream")
+    played = (
+        "there are simulated providers alone: `batch-assets run answers --upstream` takes them with --simulate only"
+    )
+    assert found["problems"] == [played] and asked("plan", "topics")["clocks"] == found["clocks"]
+    said = " ".join(CliRunner().invoke(app, ["plan", "answers", "--upstream"]).stdout.split())
+    assert f"problem: {played}" in said and "simulated clock: " in said
+
+
+def publish_answers(folder: Path) -> None:
+    """`answers` of the published topics."""
+    store = DatasetStore(open_objects(str(folder / "store")), "answers")
+    spec, place = declared()["answers"]
+    with dg.DagsterInstance.ephemeral() as instance:
+        manifest = build_snapshot(
+            at_its_place(spec, instance, store.objects), store, now=0.0, workdir=folder / "work-answers", base=place
+        )
+    commit(store, manifest)
+    publish(store, manifest, card=Card(), now=0.0, workdir=folder)
+
+
+def test_rows_that_a_source_has_no_more_go_with_what_was_made_of_them(folder: Path):
+    """It was said of `plan topics` alone, and of no step below."""
+    declare(folder, ["a", "b", "c"], samples=2)
+    publish_topics(folder)
+    publish_answers(folder)
+    assert [one["removed"] for one in asked("plan", "answers", "--upstream")["steps"]] == [0, 0]
+    declare(folder, ["a", "d"], samples=2)
+    first, second = asked("plan", "answers", "--upstream")["steps"]
+    assert counts(first) == (1, 0, 0, None) and (first["removed"], first["removed_with_upstream"]) == (2, 0)
+    assert counts(second) == (0, 0, 0, "topics") and (second["removed"], second["removed_with_upstream"]) == (0, 4)
+    said = " ".join(CliRunner().invoke(app, ["plan", "answers", "--upstream"]).stdout.split())
+    assert "2 rows are in the table and no longer in its source" in said
+    assert "and what comes of topics; 4 rows are removed with the rows of topics that go" in said
 
 
 def test_options_of_one_dataset_are_refused(folder: Path):
