@@ -17,8 +17,8 @@ class RuleSpec(Strict):
     """A gate of one's own."""
 
     where: Condition = Field(
-        description="SQL condition over a row's output, finish_reason, error, tokens, tries and seconds, and over the "
-        "fields of its JSON."
+        description="SQL condition over a row's output, finish_reason, error, prompt_tokens, completion_tokens, tries "
+        "and seconds, and over the fields of its JSON."
     )
     max_rate: Bound = Field(description="Most of the rows that may meet it.")
 
@@ -113,13 +113,35 @@ class GatesSpec(Strict):
     def names(self) -> tuple[str, ...]:
         """Names of all gates."""
         # Those that came later are names only where they are on: a rule of a file from before may be called so.
-        later = {
+        later = (name for name, written in self._bounds.items() if name not in OWN_GATES and written is not None)
+        return (*OWN_GATES, *later, *self.rules)
+
+    @property
+    def on(self) -> tuple[str, ...]:
+        """Names of the gates that may pause a request."""
+        off = {name for name, written in self._bounds.items() if written is None}
+        return tuple(name for name in self.names if name not in off)
+
+    @property
+    def off(self) -> tuple[str, ...]:
+        """Names of those that are known and switched off."""
+        return tuple(name for name, written in self._bounds.items() if written is None and name not in self.rules)
+
+    @property
+    def _bounds(self) -> dict[str, object]:
+        """What is written of each gate that is not one's own; None: it is off."""
+        return {
+            "dead": self.max_dead_rate,
+            "empty": self.max_empty_rate,
+            "cut": self.max_cut_rate,
+            "refused": self.max_refused_rate,
+            "repeated": self.max_repeated_rate,
+            "length": self.length,
             INVALID: self.max_invalid_rate,
             NEAR_REPEATED: self.near_repeated,
             WRONG_LANGUAGE: self.language,
             JUDGE_SCORE: self.min_judge_score,
         }
-        return (*OWN_GATES, *(name for name, written in later.items() if written is not None), *self.rules)
 
 
 JUDGE_SCORE = "judge_score"

@@ -100,9 +100,11 @@ def _gates(spec: GeneratedDatasetSpec, text: str, *, of_chain: bool) -> tuple[st
     found = tuple(name.strip() for name in text.split(","))
     if of_chain:
         return tuple(name for name in found if name in spec.gates.names)
+    on = ", ".join(spec.gates.on) or "none"
     for name in found:
-        if name not in spec.gates.names:
-            raise InvalidTag(ACCEPT_GATES_TAG, f"expected gates ({', '.join(spec.gates.names)}), found {name[:80]!r}")
+        if name not in spec.gates.names:  # one that is off by now may have paused the request before
+            off = ", which is off: it pauses nothing" if name in spec.gates.off else ""
+            raise InvalidTag(ACCEPT_GATES_TAG, f"expected gates that are on ({on}), found {name[:80]!r}{off}")
     return found
 
 

@@ -198,6 +198,9 @@ def adjust_request(
     assert target is not None
     wanted = Target(target.deadline_in, target.budget_usd)
     accepted = f"; accepted: {', '.join(accepted_gates)}" if accepted_gates else ""
+    if off := [gate for gate in accepted_gates if gate in spec.gates.off]:
+        on = ", ".join(spec.gates.on) or "none"
+        accepted += f" ({', '.join(off)} {'is' if len(off) == 1 else 'are'} off in its file; on: {on})"
     paused = f"; still paused: {target.pause.describe()}" if target.pause is not None and accepted_gates else ""
     return f"{name}: now {wanted_words(wanted, most=False)}{accepted}{paused}"
 

@@ -316,7 +316,14 @@ def test_deadline_and_budget_of_what_is_being_made_may_be_changed(home: Path) ->
 def test_rows_that_gates_have_paused_may_be_accepted(home: Path) -> None:
     status, said = adjust("--accept", "cutt")
     assert status == 2
-    assert "gates: expected gates (dead, empty, cut, refused, repeated, length), found 'cutt'" in said
+    on = "dead, empty, cut, refused, repeated"
+    assert f"gates: expected gates that are on ({on}), found 'cutt'" in said
+    own = {"own": {"where": "completion_tokens > 9", "max_rate": 0.1}}
+    declare(home, gates={"max_dead_rate": None, "length": {"max_letters": 9}, "rules": own})
+    status, said = adjust("--accept", "invalid")
+    on = "empty, cut, refused, repeated, length, own"
+    off = f"gates: expected gates that are on ({on}), found 'invalid', which is off: it pauses nothing"
+    assert status == 2 and off in said
     with contextlib.closing(FleetDatabase(f"sqlite:///{home}/fleet.db")) as fleet_db:
         fleet_db.begin_request("d", refresh(dg.DagsterRunStatus.STARTED))
         assert fleet_db.trip_gate("d", "cut", "gate cut: all rows are cut")
@@ -324,6 +331,8 @@ def test_rows_that_gates_have_paused_may_be_accepted(home: Path) -> None:
         left = "d: now no deadline, no budget; accepted: cut; still paused: gate empty: all rows are empty"
         assert adjust("--accept", "cut") == (0, left)
         assert adjust("--accept", "empty") == (0, "d: now no deadline, no budget; accepted: empty")
+        said = f"accepted: dead (dead is off in its file; on: {on})"
+        assert adjust("--accept", "dead") == (0, f"d: now no deadline, no budget; {said}")
         assert (found := fleet_db.target("d")) is not None and found.pause is None
 
 
