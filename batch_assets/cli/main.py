@@ -369,7 +369,8 @@ def show(
     where: Annotated[
         str | None,
         typer.Option(
-            help="SQL over state, prompt, the source's kept columns and the table's: \"output LIKE '%sorry%'\"."
+            help="SQL over state, prompt, the source's kept columns and the table's, fields of a JSON output too: "
+            "\"output LIKE '%sorry%'\"."
         ),
     ] = None,
     errors: Annotated[bool, typer.Option("--errors", help="Only rows without an answer: dead letters.")] = False,

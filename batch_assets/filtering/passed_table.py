@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import ConfigDict
 
@@ -145,6 +147,41 @@ def is_current(
         return passed.version == filter_version(table.version, rules, base, want)
     except CorruptObject:
         return False
+
+
+@dataclass(frozen=True, slots=True)
+class FilteredRow:
+    """What the filter made of a row: the rules that flag it, and whether it fell out. `table`: of which version."""
+
+    flags: Sequence[str]
+    fell_out: bool
+    table: str
+
+    def describe(self) -> str:
+        """For people."""
+        by = ", ".join(self.flags)
+        if self.fell_out:
+            return f"fell out by {by}"
+        return f"passes, marked by {by}" if by else "passes"
+
+
+def filtered_row(store: DatasetStore, row_id: str) -> FilteredRow | None:
+    """What the filter made of a row when the rows that pass were made last; None where it did not see the row. Reads
+    all ids. Raises CorruptObject."""
+    target = PassedStore(store)
+    passed = published_table(target)
+    report = None if passed is None else read_report(target, passed.version)
+    if passed is None or report is None:
+        return None
+    for files, fell_out in ((report.files, True), (passed.files, False)):
+        for file in files:
+            path = target.published_path(passed.version, file.name)
+            with target.objects.open(path) as opened, pq.ParquetFile(opened) as part:
+                for batch in part.iter_batches(columns=["row_id", FLAGS]):
+                    place = pc.index(batch.column("row_id").cast(pa.string()), row_id).as_py()
+                    if place >= 0:
+                        return FilteredRow(batch.column(FLAGS)[place].as_py(), fell_out, report.table)
+    return None
 
 
 def _fallen_changed(target: DatasetStore, version: str) -> bool:

@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batch_assets.publishing.batch_reader import table_name
+from batch_assets.publishing.output_columns import OutputColumns
 from batch_assets.publishing.prompt_column import last_request
 from batch_assets.snapshot.prompts.messages import without_media_bytes
 from gpu_runner.rows import Outcome
@@ -140,6 +141,17 @@ def batch_of_row(store: DatasetStore, manifest: SnapshotManifest, row_id: str) -
     return None
 
 
+def original_of(store: DatasetStore, manifest: SnapshotManifest, row_id: str) -> str | None:
+    """Id of the row whose answer a row of the source takes, as it asks the same (`dedupe`); None of any other row."""
+    for shard in manifest.duplicate_shards:
+        with store.objects.open(store.snapshot_path(manifest.snapshot, shard.path)) as opened:
+            table = pq.read_table(opened, columns=["row_id", "of_row_id"])
+        place = pc.index(table.column("row_id").cast(pa.string()), row_id).as_py()
+        if place >= 0:
+            return str(table.column("of_row_id")[place])
+    return None
+
+
 class TableCondition:
     """An SQL condition over rows, as a source's `where` is: columns of the table, `state`, and `prompt` as text.
 
@@ -149,6 +161,7 @@ class TableCondition:
     def __init__(self, text: str, manifest: SnapshotManifest) -> None:
         self._kept = [table_name(name) for name in manifest.keep_columns]
         self._condition = SqlCondition(text, column_names(manifest))
+        self._of_output = output_columns(manifest)
 
     def passes(self, rows: Sequence[CurrentRow]) -> Sequence[CurrentRow]:
         """The rows of which the condition is true."""
@@ -163,13 +176,28 @@ class TableCondition:
         values = [row_values(row) for row in rows]
         for names, kind in ((_TEXTS, pl.String), (_COUNTS, pl.Int64), (_NUMBERS, pl.Float64)):
             columns |= {name: pl.Series(name, [one.get(name) for one in values], kind) for name in names}
-        return pl.DataFrame(
+        frame = pl.DataFrame(
             columns | {name: pl.Series(name, [row.kept[name] for row in rows], strict=False) for name in self._kept}
         )
+        if (own := self._of_output) is None or not set(own.names) & set(self._condition.columns):
+            return frame
+        outputs = pa.array([one.get("output") for one in values], pa.string())
+        typed = own.add(pa.table({"output": outputs}), count=False).drop_columns(["output"])
+        return frame.with_columns(pl.DataFrame(pl.from_arrow(typed)).get_columns())
 
 
 def column_names(manifest: SnapshotManifest) -> list[str]:
-    """Columns that conditions are over, and that can be shown by name."""
+    """Columns that conditions are over, and that can be shown by name: those of the table, also of `output.columns`."""
+    own = output_columns(manifest)
+    return [*_own_names(manifest), *(own.names if own is not None else [])]
+
+
+def output_columns(manifest: SnapshotManifest) -> OutputColumns | None:
+    """The properties of a row's JSON as columns, beside all others."""
+    return OutputColumns.of(manifest, _own_names(manifest))
+
+
+def _own_names(manifest: SnapshotManifest) -> list[str]:
     return [*_TEXTS, *_COUNTS, *_NUMBERS, *(table_name(name) for name in manifest.keep_columns)]
 
 

@@ -80,6 +80,15 @@ class OutputColumns:
             rows = rows.append_column(field, pa.chunked_array(found, field.type))
         return rows
 
+    @property
+    def names(self) -> list[str]:
+        """Their names, in their order."""
+        return list(self._types)
+
+    def values(self, output: object) -> Mapping[str, Any]:
+        """Of one output, by their names; nothing where it does not match."""
+        return self._row(output, count=False) or {} if isinstance(output, str) else {}
+
     def _row(self, text: str | None, *, count: bool) -> dict[str, Any] | None:
         if text is None:
             return None

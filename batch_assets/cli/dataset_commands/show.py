@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from batch_assets.catalog.catalog_reader import current_reports
 from batch_assets.cli.dataset_commands.row_text import Say, indented, on_one_line, output_text, plain, say_prompt
 from batch_assets.cli.output import print_json
 from batch_assets.cli.user_errors import CommandError
+from batch_assets.filtering.passed_table import FilteredRow, filtered_row
 from batch_assets.publishing.current_rows import (
     CurrentRow,
     FoundRows,
@@ -27,13 +29,18 @@ from batch_assets.publishing.current_rows import (
     batch_of_row,
     column_names,
     find_rows,
+    original_of,
+    output_columns,
     row_values,
 )
+from batch_assets.publishing.output_columns import OutputColumns
+from batch_assets.publishing.published_table import published_table
 from batch_assets.request_status.dataset_status import Observer, observing, trouble_text
+from batch_assets.snapshot.left_out import left_out, rejects_path
 from gpu_runner.money import format_usd
-from resources.objects.opening import StoreError
+from resources.objects.opening import CorruptObject, StoreError
 from resources.objects.store_health import is_store_trouble
-from resources.store.dataset_store import BatchEntry, SnapshotManifest
+from resources.store.dataset_store import BatchEntry, DatasetStore, SnapshotManifest
 from resources.store.row_condition import BadCondition
 
 TRIAL_ROWS, TRIAL_LETTERS = 3, 400
@@ -94,12 +101,14 @@ def show_rows(name: str, wanted: Wanted, *, as_json: bool) -> int:
             )
         except BadCondition as error:
             raise CommandError(f"--where: {error}") from None
+        filtered = None if wanted.row_id is None else _filtered(seen, wanted.row_id)
+    own = output_columns(manifest)
     if as_json:
-        _print_as_json(name, snapshot, found, wanted.columns)
+        _print_as_json(name, snapshot, found, wanted.columns, own, filtered)
     else:
         say = printer()
         for row in found.rows:
-            say_columns(say, row, wanted.columns) if wanted.columns else say_row(say, row)
+            say_columns(say, row, wanted.columns, own) if wanted.columns else say_row(say, row, filtered=filtered)
         _say_end(say, name, manifest, found, wanted.order)
     for reason in found.damaged:
         sys.stderr.write(f"{plain(reason)}\n")
@@ -131,8 +140,17 @@ def printer() -> Say:
     return say
 
 
-def say_row(say: Say, row: CurrentRow, letters: int | None = None) -> None:
-    """One row; `letters`: of each text, a few thousand without."""
+def _filtered(seen: Observer, row_id: str) -> FilteredRow | None:
+    """What the filter made of the row of the published table; None where that cannot be told."""
+    try:
+        table, found = published_table(seen.store), filtered_row(seen.store, row_id)
+    except (CorruptObject, FileNotFoundError):  # `verify` says it
+        return None
+    return found if table is not None and found is not None and found.table == table.version else None
+
+
+def say_row(say: Say, row: CurrentRow, letters: int | None = None, filtered: FilteredRow | None = None) -> None:
+    """One row; `letters`: of each text, a few thousand without. `filtered`: what the filter made of it."""
     cut = {} if letters is None else {"letters": letters}
     say(f"row {row.row_id}  batch {row.batch}, {row.state.value}", "bold")
     if row.kept:
@@ -150,12 +168,14 @@ def say_row(say: Say, row: CurrentRow, letters: int | None = None) -> None:
         engine = f" on {one.origin.engine}" if one.origin.engine else ""
         cost = f", {format_usd(one.usd, fine=True)} $" if one.usd is not None else ""
         say(f"  {tokens}{reason}, {one.seconds:.2f} s{cost}, {one.origin.model}{engine}", "dim")
+    if filtered is not None:
+        say(f"  filter: {filtered.describe()}", _STYLES[RowState.DEAD] if filtered.fell_out else "dim")
     say()
 
 
-def say_columns(say: Say, row: CurrentRow, columns: Sequence[str]) -> None:
-    """Only these columns of a row, each below its name; long texts are cut as elsewhere."""
-    values = row_values(row) | dict(row.kept)
+def say_columns(say: Say, row: CurrentRow, columns: Sequence[str], own: OutputColumns | None = None) -> None:
+    """Only these columns of a row, each below its name; long texts are cut as elsewhere. `own`: those of its output."""
+    values = _values(row, own)
     for name in columns:
         value = values.get(name)
         if name == "prompt" and not isinstance(row.prompt, str):
@@ -165,8 +185,18 @@ def say_columns(say: Say, row: CurrentRow, columns: Sequence[str]) -> None:
             say(name, "cyan")
             say(indented(value))
         else:
-            say(f"{name}: {'' if value is None else indented(str(value)).strip()}")
+            say(f"{name}: {'' if value is None else indented(_on_line(value)).strip()}")
     say()
+
+
+def _values(row: CurrentRow, own: OutputColumns | None) -> dict[str, Any]:
+    values = row_values(row) | dict(row.kept)
+    return values | (dict(own.values(values.get("output"))) if own is not None else {})
+
+
+def _on_line(value: object) -> str:
+    """Lists, objects and truth values as in JSON."""
+    return orjson.dumps(value, default=str).decode() if isinstance(value, list | dict | bool) else str(value)
 
 
 def _check(wanted: Wanted, manifest: SnapshotManifest) -> None:
@@ -184,7 +214,7 @@ def _entries(seen: Observer, manifest: SnapshotManifest, wanted: Wanted) -> Sequ
     if wanted.row_id is not None:
         key = batch_of_row(seen.store, manifest, wanted.row_id)
         if key is None:
-            raise CommandError(f"--key: no row of the current snapshot has the id {wanted.row_id[:80]!r}")
+            raise CommandError(_no_such_row(seen.store, manifest, wanted.row_id))
         return [entry for entry in entries if entry.key == key]
     if wanted.first is not None:
         entries = [entry for entry in entries if entry.key >= wanted.first]
@@ -198,6 +228,21 @@ def _entries(seen: Observer, manifest: SnapshotManifest, wanted: Wanted) -> Sequ
     if wanted.order is Order.SAMPLE:
         return random.Random(manifest.snapshot).sample(entries, len(entries))
     return entries
+
+
+def _no_such_row(store: DatasetStore, manifest: SnapshotManifest, row_id: str) -> str:
+    """Why no row has this id, as far as the snapshot knows."""
+    said = f"--key: no row of the current snapshot has the id {row_id[:80]!r}"
+    try:
+        if (original := original_of(store, manifest, row_id)) is not None:
+            key = f"`batch-assets show {store.dataset} --key {shlex.quote(original)}`"
+            return f"{said}: it asks the same as row {original!r} and has its answer (dedupe): {key}"
+    except (CorruptObject, FileNotFoundError):  # `verify` says it
+        pass
+    if not manifest.rejected:
+        return said
+    listed = store.objects.uri(rejects_path(store, manifest.snapshot))
+    return f"{said}. {left_out(manifest.rejected, manifest.source_rows)}: {listed} says which, and why"
 
 
 def _passes(wanted: Wanted, manifest: SnapshotManifest) -> Callable[[Sequence[CurrentRow]], Sequence[CurrentRow]]:
@@ -237,21 +282,31 @@ def _say_end(say: Say, name: str, manifest: SnapshotManifest, found: FoundRows, 
     if not found.rows and found.next_batch is None:
         say(f"{name}: no such row; what is there: batch-assets status {name}")
     else:
-        say(f"{name}: {len(found.rows):,} rows shown, {manifest.rows:,} in the snapshot")
+        shown = "1 row" if len(found.rows) == 1 else f"{len(found.rows):,} rows"
+        say(f"{name}: {shown} shown, {manifest.rows:,} in the snapshot")
     if found.next_batch is not None:
         on = f"from there on: --from {found.next_batch}" if order is Order.FIRST else "there are more"
         say(f"looked at {found.looked_at:,} rows; {on}")
 
 
-def _print_as_json(name: str, snapshot: str, found: FoundRows, columns: Sequence[str]) -> None:
-    rows = [_row_json(row) if not columns else _columns_json(row, columns) for row in found.rows]
+def _print_as_json(
+    name: str,
+    snapshot: str,
+    found: FoundRows,
+    columns: Sequence[str],
+    own: OutputColumns | None,
+    filtered: FilteredRow | None,
+) -> None:
+    rows = [_row_json(row) if not columns else _columns_json(row, columns, own) for row in found.rows]
+    if filtered is not None and not columns:
+        rows = [row | {"filter": {"fell_out": filtered.fell_out, "flags": list(filtered.flags)}} for row in rows]
     said = {"dataset": name, "snapshot": snapshot, "rows": rows, "looked_at": found.looked_at}
     whole = said | {"next_batch": found.next_batch, "damaged": list(found.damaged)}
     print_json(orjson.loads(orjson.dumps(whole, default=str)))  # times and decimals of a source as text
 
 
-def _columns_json(row: CurrentRow, columns: Sequence[str]) -> dict[str, Any]:
-    values = row_values(row) | dict(row.kept) | {"prompt": row.prompt}
+def _columns_json(row: CurrentRow, columns: Sequence[str], own: OutputColumns | None) -> dict[str, Any]:
+    values = _values(row, own) | {"prompt": row.prompt}
     return {name: values.get(name) for name in columns}
 
 

@@ -14,7 +14,11 @@ from typer.testing import CliRunner, Result
 from batch_assets.cli.dataset_commands.run_summary import show_trial
 from batch_assets.cli.dataset_commands.show import say_row
 from batch_assets.cli.main import app
+from batch_assets.filtering.passed_table import filtered
 from batch_assets.publishing.current_rows import CurrentRow
+from batch_assets.publishing.dataset_card import Card
+from batch_assets.publishing.publish import publish
+from batch_assets.spec.row_rules import RowRule
 from resources.objects.opening import open_objects
 from resources.store.dataset_store import DatasetStore
 
@@ -172,3 +176,54 @@ def test_a_trial_shows_some_of_its_rows(store: DatasetStore, capsys: pytest.Capt
     said = capsys.readouterr().out
     assert "row id-000002  batch 00000, committed" in said and "answer 2 to id-000002" in said
     assert "id-000004" not in said
+
+
+SCORED = {
+    "type": "object",
+    "properties": {"label": {"type": "string"}, "sure": {"type": "boolean"}, "points": {"type": "integer"}},
+    "required": ["label", "sure", "points"],
+}
+
+
+def test_the_fields_of_a_rows_json_are_columns_to_show_and_to_ask_for(store: DatasetStore) -> None:
+    """They were in the table alone, where `output.columns` puts them."""
+    manifest = write_snapshot(store, questions(4), json_schema=SCORED)
+    answers = [json.dumps({"label": "a", "sure": True, "points": number}) for number in range(3)]
+    commit(store, manifest, answer=lambda _, number: answers[number] if number < 3 else "no JSON")
+    found = json.loads(ask("--columns", "row_id,points,label", "--json").stdout)["rows"]
+    assert [one["points"] for one in found] == [0, 1, 2, None] and found[0]["label"] == "a"
+    assert "sure: true\npoints: 0\n" in ask("--columns", "sure,points", "--rows", "1").stdout
+    assert ids(ask("--where", "points > 0 AND sure", "--json")) == ["id-000001", "id-000002"]
+    assert (
+        "Columns: row_id, batch, state" in (said := ask("--columns", "wisdom").stderr) and "level, label, sure" in said
+    )
+
+
+def test_one_row_says_what_the_filter_made_of_it(store: DatasetStore, tmp_path: Path) -> None:
+    manifest = write_snapshot(store, questions(10))
+    commit(store, manifest, dead=["id-000003"])
+    publish(store, manifest, card=Card(), now=1.0, workdir=tmp_path)
+    rules = {"level": {"where": "level >= 2", "remove": True}, "topic": {"where": "topic = 'topic 0'"}}
+    by = {name: RowRule.model_validate(rule) for name, rule in rules.items()}
+    filtered(store, by, base=tmp_path, now=2.0, workdir=tmp_path)
+    said = {number: ask("--key", f"id-00000{number}").stdout for number in (0, 2, 3, 9)}
+    assert "filter: fell out by level\n" in said[0] and "filter: passes, marked by topic\n" in said[2]
+    assert "filter: fell out by error" in said[3] and "filter: passes\n" in said[9]
+    (row,) = json.loads(ask("--key", "id-000000", "--json").stdout)["rows"]
+    assert row["filter"] == {"fell_out": True, "flags": ["level"]}
+    commit(store, write_snapshot(store, questions(11)))
+    publish(store, store.manifest(store.current_snapshot() or ""), card=Card(), now=3.0, workdir=tmp_path)
+    assert "filter:" not in ask("--key", "id-000000").stdout, "that was of an older table"
+
+
+def test_a_row_of_the_source_that_is_not_in_the_snapshot_is_explained(store: DatasetStore) -> None:
+    manifest = write_snapshot(store, questions(3), duplicates={"id-copy": "id-000001"}, rejected=2)
+    found = ask("--key", "id-copy")
+    assert found.exit_code == 2
+    assert (
+        "it asks the same as row 'id-000001' and has its answer (dedupe): `batch-assets show sums --key id-000001`"
+        in (" ".join(found.stderr.split()))
+    )
+    said = " ".join(ask("--key", "id-bad").stderr.split())
+    assert "has the id 'id-bad'. 2 of 6 rows of the source are left out (on_bad_row: skip): " in said
+    assert f"snapshots/{manifest.snapshot}/rejects.parquet says which, and why" in said
