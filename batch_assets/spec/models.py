@@ -860,16 +860,23 @@ def _check_output_columns(spec: GeneratedDatasetSpec) -> None:
     sampled = {SAMPLE_INDEX} if spec.samples > 1 else set()
     sampled |= {TURNS} if spec.prompt.has_turns else set()
     sampled |= {WRITTEN_TURNS} if spec.prompt.user_model is not None else set()
-    taken = OWN_COLUMNS | sampled | {column.lower() for column in spec.keep_columns}
+    taken = dict.fromkeys(OWN_COLUMNS | sampled, "a column that the table has itself")
+    taken |= {column.lower(): f"the column {show(column)} of keep_columns" for column in spec.keep_columns}
     for name in names:
         # DuckDB and others do not tell column names apart by case.
-        if name.lower() in taken:
+        if (other := taken.get(name.lower())) is not None:
+            found = f"the property {show(name)} and {other}"
             hint = "Give the property another name in the schema, or leave output.columns out."
-            raise Unusable("properties whose names no other column has", show(name), hint, key="output.columns")
+            if other.endswith("keep_columns"):
+                hint = (
+                    "Give the property another name in the schema, or the column one under source.rename (old name to "
+                    "new name, in keep_columns and the prompt the new one), or leave one of them out."
+                )
+            raise Unusable("properties whose names no other column has", found, hint, key="output.columns")
         if not name.strip() or len(name) > MAX_COLUMN_NAME or not name.isprintable():
             found, most = show(name[:MAX_COLUMN_NAME]), f"1 to {MAX_COLUMN_NAME} printable characters"
             raise Unusable(f"properties whose names are {most}", found, key="output.columns")
-        taken |= {name.lower()}
+        taken[name.lower()] = f"the property {show(name)}"
 
 
 def _check_turns(spec: GeneratedDatasetSpec) -> None:

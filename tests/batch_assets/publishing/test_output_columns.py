@@ -210,3 +210,18 @@ def test_columns_that_cannot_be_are_refused_when_the_file_is_read(attributes: di
         spec(keep_columns=["kept"], **attributes)
     assert words in str(found.value) and "output.columns" in str(found.value)
     assert spec(output={"json_schema": {"properties": {"model": {}}}}).output.columns is False
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "help"),
+    [
+        ("Kept", "the property 'Kept' and the column 'kept' of keep_columns", "or the column one under source.rename"),
+        ("usd", "the property 'usd' and a column that the table has itself", "another name in the schema"),
+        ("A", "the property 'A' and the property 'a'", "another name in the schema"),
+    ],
+)
+def test_a_name_that_stands_twice_is_said_with_the_other_one_and_what_to_do(name: str, found: str, help: str) -> None:
+    """It was said to be found, and not what has it already."""
+    with pytest.raises(SpecError) as error:
+        spec(keep_columns=["kept"], output={"columns": True, "json_schema": {"properties": {"a": {}, name: {}}}})
+    assert f"found {found}" in str(error.value) and help in str(error.value)
