@@ -109,6 +109,7 @@ def first_rows(spec: GeneratedDatasetSpec, folder: Path, count: int) -> list[Pre
             break
     if whole:
         check.finish()
+    check.check_conditions(whole=whole and not spec.prompt.media and any(row.prompt is not None for row in found))
     return found
 
 

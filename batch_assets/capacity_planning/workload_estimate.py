@@ -308,6 +308,7 @@ class _FirstRows:
             check.finish()
             if not self.rows:
                 raise SourceError.of_no_row(source_name(self._spec), self.first, self.rejected)
+        check.check_conditions(whole=self.whole and self._checked == self._passed)
 
     def _take(self, block: Block) -> None:
         rejects = list(block.rejects)

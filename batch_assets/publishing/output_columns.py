@@ -17,7 +17,6 @@ import pyarrow.compute as pc
 from gpu_runner.client.answers.pooled_outputs import SCHEMAS
 from gpu_runner.client.json_schemas.column_types import (
     ColumnType,
-    Kind,
     Misfit,
     column_descriptions,
     column_types,
@@ -25,16 +24,10 @@ from gpu_runner.client.json_schemas.column_types import (
 )
 from gpu_runner.client.json_schemas.schema_limits import SchemaProblem
 from resources.store.dataset_store import SnapshotManifest
+from resources.store.table_types import arrow_type
 
 DESCRIPTION_LETTERS = 300
 _BLOCK_BYTES = 2 << 20  # of outputs; as Python objects they take up to forty times as much
-_PLAIN = {
-    Kind.STRING: pa.string(),
-    Kind.INTEGER: pa.int64(),
-    Kind.NUMBER: pa.float64(),
-    Kind.BOOLEAN: pa.bool_(),
-    Kind.JSON: pa.string(),
-}
 
 
 class OutputColumns:
@@ -97,15 +90,6 @@ class OutputColumns:
         except Misfit:
             self.mismatches += count
             return None
-
-
-def arrow_type(kind: ColumnType) -> pa.DataType:
-    """The Arrow type of a column."""
-    if kind.kind is Kind.LIST and kind.item is not None:
-        return pa.list_(arrow_type(kind.item))
-    if kind.kind is Kind.STRUCT:
-        return pa.struct([pa.field(name, arrow_type(one)) for name, one in kind.fields])
-    return _PLAIN[kind.kind]
 
 
 def _said(field: pa.Field, words: str) -> str:

@@ -19,28 +19,10 @@ import pyarrow.compute as pc
 
 from batch_assets.snapshot.prompts.messages import without_media_bytes
 from gpu_runner.rows import Task
+from resources.store.table_types import prompt_type
 
 PROMPT = "prompt"
-_MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
-_FUNCTION = pa.struct([("name", pa.string()), ("arguments", pa.string())])
-_CALL = pa.struct([("id", pa.string()), ("type", pa.string()), ("function", _FUNCTION)])
-_CONVERSATION = pa.list_(
-    pa.struct(
-        [
-            *[(name, pa.string()) for name in ("role", "content", "name")],
-            ("tool_calls", pa.list_(_CALL)),
-            *[(name, pa.string()) for name in ("tool_call_id", "refusal", "reasoning", "reasoning_content")],
-        ]
-    )
-)
 Message = dict[str, Any]
-
-
-def prompt_type(task: Task, *, conversations: bool = False) -> pa.DataType:
-    """Arrow type of the column. `conversations`: messages may hold more than a role and a text."""
-    if task != "chat":
-        return pa.string()
-    return _CONVERSATION if conversations else _MESSAGES
 
 
 def decoded_prompts(

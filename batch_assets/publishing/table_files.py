@@ -15,11 +15,12 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict
 
 from batch_assets.publishing.batch_reader import table_name
-from batch_assets.publishing.prompt_column import PROMPT, prompt_type
+from batch_assets.publishing.prompt_column import PROMPT
 from gpu_runner.rows import SIMULATED, is_simulated
 from resources.store.dataset_store import DatasetStore, SnapshotManifest
 from resources.store.outcome_columns import REUSED_FROM, TURNS, WRITTEN_TURNS
 from resources.store.outcome_tables import outcome_schema
+from resources.store.table_types import prompt_type
 
 SAMPLE_ROWS = 3
 MOST_ORIGINS, OTHERS = 200, "other models"

@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from batch_assets.snapshot.condition_check import check_conditions
 from batch_assets.snapshot.files import Buckets, ShardWriter
 from batch_assets.snapshot.ingest import Ingested, ingest, source_name
 from batch_assets.snapshot.integrity import FoundSnapshot, damaged_files, find_snapshot, unlike_checksums
@@ -86,6 +87,7 @@ def _build(
     if so_far is None and wanted is None:
         digest = read_digest(spec, base, before=now - JUST_CHANGED_SECONDS)
         if previous is not None and _is_as_read(previous, digest):
+            _check_conditions_again(spec, store, previous.manifest)
             if not _is_current(store, previous.manifest.snapshot):
                 store.set_current_snapshot(previous.manifest.snapshot)
             return previous.manifest
@@ -183,6 +185,15 @@ def _is_as_read(previous: FoundSnapshot, digest: str | None) -> bool:
     return digest is not None and previous.manifest.read_digest == digest and not previous.damaged
 
 
+def _check_conditions_again(spec: GeneratedDatasetSpec, store: DatasetStore, manifest: SnapshotManifest) -> None:
+    """Conditions may have changed since the source was read. Raises SourceError."""
+    if not spec.conditions or not manifest.shards:
+        return
+    with store.objects.open(store.snapshot_path(manifest.snapshot, manifest.shards[0].path)) as file:
+        there = pq.read_schema(file)
+    check_conditions(spec, [there.field(name) for name in manifest.keep_columns])
+
+
 def _refuse_part(current: SnapshotManifest) -> None:
     """Raise SourceError where rows that were read so far would take the place of a whole source."""
     if current.streaming is None:
@@ -261,6 +272,7 @@ def compare(
         return None
     spec, wanted = _pinned(spec), previous.manifest.wanted if spec.want is not None else None
     if wanted is None and _is_as_read(previous, read_digest(spec, base)):
+        _check_conditions_again(spec, store, previous.manifest)
         rows = previous.manifest.rows
         return Compared(Counts(rows, previous.manifest.duplicates, 0, 0, 0, 0, rows, previous=True))
     read, with_id = ingest(spec, base, workdir, wanted=wanted), spec.has_ids
@@ -458,7 +470,7 @@ def _manifest(
         generation=spec.generation().stated(),
         samples=spec.samples,
         upstream_version=spec.source.table_version,
-        conversations=spec.prompt.messages_from is not None or bool(spec.prompt.media),
+        conversations=spec.prompt.makes_conversations,
         images=bool(spec.prompt.media),
         turns=spec.prompt.has_turns,
     )

@@ -15,6 +15,7 @@ import numpy as np
 import orjson
 import pyarrow as pa
 
+from batch_assets.snapshot.condition_check import check_conditions
 from batch_assets.snapshot.evaluation_files import check_evaluation_files
 from batch_assets.snapshot.files import Stage
 from batch_assets.snapshot.grouping import rows_of, where_of_rows
@@ -142,7 +143,7 @@ def ingest(
             raise
         expected = "expected time zones that this machine knows (Europe/Paris, UTC)"
         raise SourceError(f"{source_name(spec)}: {expected}, found {str(error)[:100]} in a column") from error
-    return reading.finish()
+    return reading.finish(published=published)
 
 
 def _is_unknown_zone(error: LookupError) -> bool:
@@ -199,6 +200,7 @@ class RowCheck:
         self.has_fields, self.has_turns = self._prompts.has_fields, self._prompts.has_turns
         self.has_user_model = spec.prompt.user_model is not None
         self.kinds = ColumnKinds(spec.keep_columns)
+        self._typed: list[pa.Field] = []
         self.read_rows = self.source_rows = 0  # before and after `where` and `limit`, with bad ones
         self._readable = False
         self._row_bytes = 0
@@ -258,6 +260,8 @@ class RowCheck:
     def check(self, part: Block) -> CheckedRows:
         """Render the prompts of some rows, and look at their ids and kept columns."""
         refused = self.kinds.learn(part.columns) if part.arrow is None else {}
+        if part.arrow is not None and not self._typed:
+            self._typed = [pa.field(name, plain_type(part.arrow[name].type)) for name in self._spec.keep_columns]
         found = part.ids if part.ids is not None else part.columns[self._id] if self._id else None
         sampled = self._spec.samples > 1
         ids = None if found is None else _row_ids(found, refused, sampled, theirs=self._spec.id is not None)
@@ -277,6 +281,16 @@ class RowCheck:
         if not self.source_rows:
             why = f"source.where lets none of {self.read_rows:,} through" if self.read_rows else "it is empty"
             raise SourceError(f"{name}: expected at least one row, found none: {why}")
+
+    def check_conditions(self, *, whole: bool) -> None:
+        """Hold the conditions on rows that are made against the types of the kept columns. `whole`: all rows were
+        checked; until then a column without a type of its own may become another one, but for texts. Raises
+        SourceError."""
+        found = self._typed
+        if not found:
+            kinds = {name: self.kinds.kinds.get(name) for name in self._spec.keep_columns}
+            found = [pa.field(name, arrow_type(kind)) for name, kind in kinds.items() if whole or kind == "text"]
+        check_conditions(self._spec, found)
 
     def _kept_json(self, part: Block, refused: dict[int, str]) -> list[bytes] | None:
         """The kept columns of each row as JSON: what tells whether they changed, and how untyped ones are staged."""
@@ -410,8 +424,9 @@ class _Reading:
         mask = (1 << 64) - 1
         self._content = (self._content[0] + int(high.sum())) & mask, (self._content[1] + int(low.sum())) & mask
 
-    def finish(self) -> Ingested:
-        """Close the files and say what was read. The rejects stay open: repeated ids are found among all rows."""
+    def finish(self, *, published: bool) -> Ingested:
+        """Close the files and say what was read. The rejects stay open: repeated ids are found among all rows.
+        `published` as in `ingest`."""
         self._index.close()
         if self._stage is not None:
             self._stage.close()
@@ -420,6 +435,7 @@ class _Reading:
         if self._stage is None:
             self._rejects.close()
             raise SourceError.of_no_row(source_name(self._spec), self._rejects.first, self._rejects.count)
+        self.check.check_conditions(whole=published)
         fields = self._keep_types
         if not self._typed:
             fields = [pa.field(name, arrow_type(self.check.kinds.kinds.get(name))) for name in self._spec.keep_columns]

@@ -2,7 +2,8 @@
 
 `models` is where to begin, `source` says where rows come from, `hardware` what may be rented, `gates` when bad rows
 pause it, `media` which images and sounds they hold, `row_rules` which rows of the table pass, `judge` what a model says
-of another dataset's rows, `exports` which files are made of them, `export_options` how.
+of another dataset's rows, `exports` which files are made of them, `export_options` how, `condition_types` which types
+the columns have that conditions look at.
 `request_options` is what one request wants beyond the spec: its tags, and `endpoint_limits` what it may ask of its
 endpoint. `discovery` finds the datasets of a project and the files that are broken, `last_known` is what those declared
 before, `scaffold` writes a new one. Nothing here reads a row or asks Dagster anything.
@@ -10,6 +11,7 @@ before, `scaffold` writes a new one. Nothing here reads a row or asks Dagster an
 
 __all__ = [
     "chain",
+    "condition_types",
     "cron",
     "deadline",
     "defs_files",

@@ -20,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from batch_assets.spec.condition_types import NO_TYPES, Types, check_condition, gate_types, judged_types, table_types
 from batch_assets.spec.errors import SpecError, Unusable, explain, nearest, show
 from batch_assets.spec.export_options import BadOption
 from batch_assets.spec.exports import MOST_EXPORTS, ExportSpec, check_apart
@@ -332,6 +333,11 @@ class PromptSpec(Strict):
         return [(key, role, template) for key, role, template in parts if template is not None]
 
     @property
+    def makes_conversations(self) -> bool:
+        """Whether messages may hold more than a role and a text."""
+        return self.messages_from is not None or bool(self.media)
+
+    @property
     def has_turns(self) -> bool:
         """Whether rows are conversations, whose later turns are asked after the answers to those before."""
         return self.turns is not None or self.turns_from is not None or self.user_model is not None
@@ -589,6 +595,7 @@ class GeneratedDatasetSpec(Strict):
         _check_filter(self)
         _check_exports(self)
         _check_want(self)
+        check_condition_types(self)
         return self
 
     @property
@@ -604,6 +611,15 @@ class GeneratedDatasetSpec(Strict):
         if self.judge is None or self.judge.accept is None:
             return self.filter
         return {ACCEPT: RowRule(where=self.judge.accept, remove=True), **(self.filter or {})}
+
+    @property
+    def conditions(self) -> dict[str, str]:
+        """SQL over rows that are made, by the keys under which it stands."""
+        found = {f"filter.{name}.where": rule.where for name, rule in (self.filter or {}).items()}
+        found |= {"judge.accept": self.judge.accept} if self.judge is not None else {}
+        found |= {f"exports.{number}.where": one.where for number, one in enumerate(self.exports)}
+        found |= {f"gates.rules.{name}.where": rule.where for name, rule in self.gates.rules.items()}
+        return {key: where for key, where in found.items() if where is not None}
 
     @property
     def table_columns(self) -> set[str]:
@@ -1056,6 +1072,29 @@ def _check_exports(spec: GeneratedDatasetSpec) -> None:
         except BadOption as error:
             key = f"exports.{index}.{error.key}"
             raise Unusable(error.expected, error.found, f"{error.hint}." if error.hint else "", key=key) from None
+
+
+def check_condition_types(spec: GeneratedDatasetSpec, kept: Types = NO_TYPES) -> None:
+    """Each condition on rows that are made is one that rows with columns of their types can be held against. `kept`:
+    types of the kept columns, where the source was read; without, they may have any. Raises Unusable.
+    """
+    conditions = spec.conditions
+    if not conditions:
+        return  # Arrow takes a fifth of a second to import
+    schema, has_columns = spec.output.json_schema, spec.output.columns
+    own = table_types(
+        spec.task,
+        conversations=spec.prompt.makes_conversations,
+        json_schema=schema if has_columns else None,
+        kept=kept,
+        there=spec.table_columns,
+    )
+    judged = judged_types(spec.judge, own, kept) if spec.judge is not None else own
+    coming = gate_types(spec.task, schema)
+    of_table = {f"exports.{number}.where" for number, one in enumerate(spec.exports) if one.part is None}
+    for key, where in conditions.items():
+        types = coming if key.startswith("gates.") else own if key in of_table else judged
+        check_condition(key, where, types, has_columns=has_columns)
 
 
 def _check_want(spec: GeneratedDatasetSpec) -> None:

@@ -3,8 +3,9 @@
 `dataset_store` is where to begin, and says what a committed batch is; `snapshot_manifest` says what a snapshot is;
 `journal` keeps finished rows of batches that are still open; `integrity`
 holds checksums and sealed manifests; `outcome_tables` are outcomes as Arrow tables, `outcome_columns` the names of
-their columns, `row_condition` which of them meet a condition; `reusable_answers` are those of other datasets beside a
-snapshot; `stored_batches` are those that a provider's Batch API has.
+their columns, `table_types` the types of a table's other columns, `row_condition` which rows meet a condition;
+`reusable_answers` are those of other datasets beside a snapshot; `stored_batches` are those that a provider's Batch API
+has.
 """
 
 __all__ = [
@@ -17,4 +18,5 @@ __all__ = [
     "row_condition",
     "snapshot_manifest",
     "stored_batches",
+    "table_types",
 ]

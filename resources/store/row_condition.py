@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpu_runner.errors import ExitStatus, UserFacingError
@@ -34,6 +36,14 @@ class BadCondition(UserFacingError, ValueError):
     """A condition that cannot be evaluated: which column or word is wrong. It does not say where it was written."""
 
     exit_status = ExitStatus.WRONG_REQUEST
+
+
+class TypeMisfit(BadCondition):
+    """A condition that rows with such types cannot be held against. `columns`: what is wrong is said of these."""
+
+    def __init__(self, message: str, columns: Sequence[str]) -> None:
+        super().__init__(message)
+        self.columns = list(columns)
 
 
 class SqlCondition:
@@ -68,8 +78,7 @@ class SqlCondition:
         try:
             found = frame.select(self._expression).to_series()
         except pl.exceptions.PolarsError as error:
-            # The message of a failed conversion ends with the values themselves.
-            raise BadCondition(f"does not fit the columns: {_first_line(error).partition(' for ')[0]}") from None
+            raise BadCondition(f"does not fit the columns: {_without_values(error)}") from None
         if found.dtype not in (pl.Boolean, pl.Null):
             raise BadCondition(f"expected a condition (true or false), found values of type {found.dtype}")
         found = found.cast(pl.Boolean).fill_null(False)
@@ -99,6 +108,116 @@ class RowCondition:
             return set(frame.filter(self._condition.mask(frame))["row_id"].to_list())
         except BadCondition as error:
             raise BadCondition(f"where: {error}") from None
+
+
+def check_types(text: str, types: Mapping[str, pa.DataType]) -> None:
+    """Hold a condition against the types of columns before there are rows, by what Polars says of none: it refuses by
+    types alone. Columns that `types` lacks may be of any type, and what is said of them is left to the rows.
+
+    Raises TypeMisfit where every table with these columns would be refused.
+    """
+    import polars as pl
+
+    expression = pl.sql_expr(text)
+    frame = _no_rows({name: kind for name, kind in types.items() if name in expression.meta.root_names()})
+    found = _misfit(expression, frame)
+    if found is None:
+        return
+    reason, columns = found
+    kinds = {name: frame.schema[name] for name in columns}
+    said = ", ".join(f"{name} is {_words(kind)}" for name, kind in kinds.items())
+    raise TypeMisfit(f"{reason}. {said}{_remedy(kinds)}", columns)
+
+
+def _no_rows(types: Mapping[str, pa.DataType]) -> pl.DataFrame:
+    """A frame without rows; columns of types that Polars lacks are left out."""
+    import polars as pl
+    import pyarrow as pa
+
+    columns: dict[str, pl.Series] = {}
+    for name, kind in types.items():
+        with contextlib.suppress(pl.exceptions.PolarsError, pl.exceptions.PanicException):
+            columns[name] = pl.Series(name, pl.from_arrow(pa.array([], kind)))
+    return pl.DataFrame(columns)
+
+
+def _misfit(expression: pl.Expr, frame: pl.DataFrame) -> tuple[str, list[str]] | None:
+    """Why no rows can be held against an expression, and the columns of the smallest part for which that is so. Raises
+    TypeMisfit for one that is no condition."""
+    import polars as pl
+
+    for part in _known_parts(expression, set(frame.columns)):
+        found = _evaluated(part, frame)
+        if isinstance(found, str):
+            return _smallest(part, found, frame)
+        if part is expression and found not in (pl.Boolean, pl.Null):
+            raise TypeMisfit(f"its values are {_words(found)}, and neither true nor false", _columns(part))
+    return None
+
+
+def _known_parts(expression: pl.Expr, known: set[str]) -> Iterator[pl.Expr]:
+    """The largest parts of an expression that look at columns, all of them known."""
+    waiting = [expression]
+    while waiting:
+        part = waiting.pop()
+        if (names := part.meta.root_names()) and set(names) <= known:
+            yield part
+        elif names:
+            waiting += part.meta.pop()
+
+
+def _smallest(part: pl.Expr, reason: str, frame: pl.DataFrame) -> tuple[str, list[str]]:
+    for inner in part.meta.pop():
+        if inner.meta.root_names() and isinstance(found := _evaluated(inner, frame), str):
+            return _smallest(inner, found, frame)
+    return reason, _columns(part)
+
+
+def _evaluated(part: pl.Expr, frame: pl.DataFrame) -> pl.DataType | str:
+    """The type of its values, or why there can be none."""
+    import polars as pl
+
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of what Polars will read differently one day
+            return frame.select(part).to_series().dtype
+    except pl.exceptions.PolarsError as error:
+        return _without_values(error)
+    except pl.exceptions.PanicException:
+        return pl.Null()  # a defect of Polars says nothing of types
+
+
+def _columns(part: pl.Expr) -> list[str]:
+    return list(dict.fromkeys(part.meta.root_names()))
+
+
+def _words(kind: pl.DataType) -> str:
+    """A type as people say it."""
+    import polars as pl
+
+    if kind.is_numeric():
+        return "a whole number" if kind.is_integer() else "a number"
+    said = {pl.String: "text", pl.Boolean: "true or false", pl.Datetime: "a time", pl.List: "a list"}
+    return said.get(kind.base_type(), f"of type {kind}"[:200])
+
+
+def _remedy(kinds: Mapping[str, pl.DataType]) -> str:
+    """What to write where columns of these types are not what a condition takes them for."""
+    import polars as pl
+
+    hints = []
+    for name, kind in kinds.items():
+        if kind == pl.String:
+            hints.append(f"as a number it is TRY_CAST({name} AS DOUBLE), which is null where the text is none")
+        elif kind.is_numeric():
+            hints.append(f"as text it is CAST({name} AS VARCHAR); numbers stand without quotes")
+        elif isinstance(kind, pl.Datetime):
+            hints.append("beside it write DATE '2026-01-31'")
+    return "".join(f"; {hint}" for hint in hints)
+
+
+def _without_values(error: Exception) -> str:
+    """What Polars says, without the values at the end of what it says of a failed conversion."""
+    return _first_line(error).partition(" for ")[0]
 
 
 def _first_line(error: Exception) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import polars as pl
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from support.snapshots import SourceRow, commit, write_snapshot
 
@@ -23,6 +24,7 @@ from batch_assets.judging.judged_table import JudgeReport, is_current, judged, j
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.publish import publish
 from batch_assets.publishing.published_table import PublishedTable
+from batch_assets.spec.condition_types import judged_types, table_types
 from batch_assets.spec.export_options import checked_options
 from batch_assets.spec.models import GeneratedDatasetSpec, load_spec
 from resources.objects.opening import Objects, open_objects
@@ -114,6 +116,22 @@ def test_a_score_of_each_criterion_is_a_column(tmp_path: Path) -> None:
     (row,) = voted(spec, tmp_path, [("a1", one) for one in said]).rows()
     assert (row["clear"], row["true"], row["score"], row["lost"]) == (2.0, 5.0, 3.5, 1)
     assert row["agreement"] == 0.75
+
+
+@pytest.mark.parametrize("judge", [POINTWISE, PAIRWISE, {**POINTWISE, "scale": [0.0, 1.0]}])
+def test_conditions_are_held_against_the_types_of_the_judged_rows(judge: Mapping[str, Any], tmp_path: Path) -> None:
+    spec = judging(judge)
+    assert spec.judge is not None
+    pairs, vote = spec.judge.pairwise, {"reason": "", "winner": "A"} if spec.judge.pairwise else score(1)
+    found = voted(spec, tmp_path, [(("a1", "a2") if pairs else "a1", vote)])
+    kinds = {"judged_id": pa.string(), "judged_output": pa.string(), "judged_prompt": _MESSAGES}
+    kept = {"topic": pa.string()} | {name: pa.list_(kind) if pairs else kind for name, kind in kinds.items()}
+    schema = spec.output.json_schema
+    votes = table_types("chat", conversations=False, json_schema=schema, kept=kept, there=spec.table_columns)
+    table, _ = found.table()
+    real = pq.read_schema(next(Path(table.glob(found.store.objects)).parent.glob("*.parquet")))
+    types = judged_types(spec.judge, votes, kept)
+    assert {name: types[name] for name in spec.judged_columns} == {item.name: item.type for item in real}
 
 
 def test_scores_that_are_no_whole_numbers_agree_by_their_deviation(tmp_path: Path) -> None:

@@ -1,0 +1,103 @@
+"""Types of the columns that conditions look at, before there are rows: of a published table, of judged rows, of gates.
+
+The types of kept columns are those of the source: they are known once it is read, and left out before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from batch_assets.spec.errors import Unusable, show
+from batch_assets.spec.judge import (
+    JUDGED_ID,
+    JUDGED_PROMPT,
+    JUDGED_TEXT,
+    PAIRWISE_FIGURES,
+    POINTWISE_FIGURES,
+    SCORE,
+    JudgeSpec,
+)
+from gpu_runner.client.answers.pooled_outputs import SCHEMAS
+from gpu_runner.client.json_schemas.column_types import column_types
+from gpu_runner.client.json_schemas.schema_limits import SchemaProblem
+from gpu_runner.rows import Task
+from resources.store.row_condition import TypeMisfit, check_types
+from resources.store.snapshot_manifest import SAMPLE_INDEX
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Types = Mapping[str, "pa.DataType"]
+NO_TYPES: Types = MappingProxyType({})
+_WHOLE = ("votes", "lost", "pairs", "wins", "losses", "ties")
+
+
+def table_types(
+    task: Task,
+    *,
+    conversations: bool,
+    json_schema: Mapping[str, Any] | None,
+    kept: Types,
+    there: Collection[str],
+) -> dict[str, pa.DataType]:
+    """Of the columns of a published table that are `there`. `json_schema`: whose properties are columns; None: none
+    are."""
+    import pyarrow as pa
+
+    from resources.store.outcome_tables import outcome_schema
+    from resources.store.table_types import prompt_type
+
+    found: dict[str, pa.DataType] = {one.name: one.type for one in outcome_schema(task)}
+    found |= {"prompt": prompt_type(task, conversations=conversations), SAMPLE_INDEX: pa.int32()}
+    found |= {"batch": pa.string(), "duplicate_of": pa.string()}
+    found |= schema_types(SCHEMAS.get(task, json_schema))
+    return {name: kind for name, kind in (found | dict(kept)).items() if name in there}
+
+
+def schema_types(json_schema: Mapping[str, Any] | None) -> dict[str, pa.DataType]:
+    """Of the columns that the properties of a JSON schema become."""
+    from resources.store.table_types import arrow_type
+
+    try:
+        found = column_types(json_schema) if json_schema is not None else {}
+    except SchemaProblem:
+        return {}
+    return {name: arrow_type(kind) for name, kind in found.items()}
+
+
+def judged_types(judge: JudgeSpec, votes: Types, kept: Types) -> dict[str, pa.DataType]:
+    """Of the columns of the judged rows. `votes`: those of the table of the votes."""
+    import pyarrow as pa
+
+    of_rows = {JUDGED_ID: "row_id", JUDGED_TEXT: "output", JUDGED_PROMPT: "prompt"}
+    found = {name: kind for name, kind in votes.items() if name in judge.columns and name not in of_rows.values()}
+    figures = (SCORE, *judge.scores, *(PAIRWISE_FIGURES if judge.pairwise else POINTWISE_FIGURES))
+    found |= {name: pa.int64() if name in _WHOLE else pa.float64() for name in figures}
+    for name, kind in kept.items():
+        of_two = judge.pairwise and name not in judge.groups and pa.types.is_list(kind)
+        found[of_rows.get(name, name)] = kind.value_type if of_two else kind
+    return found
+
+
+def gate_types(task: Task, json_schema: Mapping[str, Any] | None) -> dict[str, pa.DataType]:
+    """Of what rules of `gates` look at: of a row while it comes, and of the fields of its JSON."""
+    from resources.store.outcome_tables import outcome_schema
+
+    found = schema_types(json_schema) | {one.name: one.type for one in outcome_schema(task)}
+    if task == "embedding":
+        del found["output"]  # a vector is no text: it is null there
+    return found
+
+
+def check_condition(key: str, where: str, types: Types, *, has_columns: bool) -> None:
+    """Raises Unusable where no row with these columns can be held against a condition. `has_columns`: properties of the
+    output are columns."""
+    try:
+        check_types(where, types)
+    except TypeMisfit as error:
+        hint = f"{error}."
+        if error.columns == ["output"] and not has_columns:
+            hint += " Or declare numbers in output.json_schema, and have them as columns (output.columns: true)."
+        raise Unusable("a condition that fits the types of its columns", show(where), hint, key=key) from None
