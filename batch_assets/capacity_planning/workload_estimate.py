@@ -26,7 +26,7 @@ from batch_assets.snapshot.grouping import rows_of
 from batch_assets.snapshot.ingest import RowCheck, source_name
 from batch_assets.snapshot.prompts.messages import data_url_of, words_of
 from batch_assets.snapshot.source.block import Block
-from batch_assets.snapshot.source.errors import SHOWN_REJECTS, Reject, SourceError, remedy
+from batch_assets.snapshot.source.errors import LISTED, Reject, SourceError, remedy
 from batch_assets.snapshot.source.size import estimated_lines
 from batch_assets.spec.models import DEFAULT_MAX_TOKENS, GeneratedDatasetSpec
 from gpu_runner.offers.speed import LengthMix
@@ -277,8 +277,10 @@ def work_of_source(spec: GeneratedDatasetSpec, folder: Path) -> Workload:
         said.append(Assumption(Subject.ROWS, f"{text}, as {rate.mean:.0%} are expected to be accepted"))
         rows = middle
     work = work_of(spec.generation(), rows, rows, found.lengths(), (), said)
-    problems = (found.rejected_words(),) if found.rejected and not skipped else ()
-    return replace(work, rejected=found.rejected, problems=problems)
+    if not found.rejected or skipped:
+        return replace(work, rejected=found.rejected)
+    stops = str(SourceError.of_rows(found.first, found.rejected))
+    return replace(work, rejected=found.rejected, problems=(found.rejected_words(),), stops=stops)
 
 
 class _FirstRows:
@@ -306,6 +308,8 @@ class _FirstRows:
                 break
         if self.whole:
             check.finish()
+            if not self.rows and self.rejected and self._spec.on_bad_row == "fail":
+                raise SourceError.of_rows(self.first, self.rejected)
             if not self.rows:
                 raise SourceError.of_no_row(source_name(self._spec), self.first, self.rejected)
         check.check_conditions(whole=self.whole and self._checked == self._passed)
@@ -321,7 +325,7 @@ class _FirstRows:
         for some in self._check.parts(part):
             rejects += self._look(some)
         self.rejected += len(rejects)
-        self.first += sorted(rejects, key=lambda one: one.line)[: SHOWN_REJECTS - len(self.first)]
+        self.first += sorted(rejects, key=lambda one: one.line)[: LISTED - len(self.first)]
 
     def _look(self, part: Block) -> list[Reject]:
         """Hold rows to what a snapshot asks of them; returns those that cannot be used."""

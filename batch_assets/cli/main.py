@@ -300,7 +300,7 @@ def plan(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """What to rent for the work that is left, when it is done, for how much. Rents nothing; status 1: infeasible."""
+    """What to rent for the work left, when it is done, for how much. Rents nothing; status 1: it cannot be done."""
     with user_errors():
         spec, folder = declared_dataset(name)
         wished_options(spec, deadline, budget_usd, objective, max_instances)

@@ -52,8 +52,8 @@ class Workload:
 
     `prompt_basis`, `output_basis`: how we know the mean lengths. `assumptions`: what is not known. `longest_output`:
     tokens that a completion may have at most; None: nobody says. `rejected`: rows of the source that cannot be used, as
-    far as they were looked at; `problems`: what keeps a run from beginning, for people. `user`: of `mix`, what the
-    user's model takes.
+    far as they were looked at; `problems`: what keeps a run from beginning, for people. `stops`: the sentence with
+    which a run would end before it asks a row; empty: none is known. `user`: of `mix`, what the user's model takes.
     """
 
     rows: int
@@ -67,6 +67,7 @@ class Workload:
     rejected: int = 0
     problems: tuple[str, ...] = ()
     user: UserTexts | None = None
+    stops: str = ""
 
     def mean_row_usd(self, price: TokenPrice | None) -> float:
         """What a row is expected to cost, paid by the token; `price` None: the engine that answers costs nothing."""

@@ -16,12 +16,13 @@ from resources.objects.opening import CorruptObject, temporary_folder
 @dataclass(frozen=True, slots=True)
 class DeclaredChanges:
     """`rows` that are new, or whose request is not that of the snapshot; `removed`: rows of it that the source does not
-    have any more. `problem`: why that cannot be told. `older`: that what it reads of another dataset is of an older
-    table there."""
+    have any more. `problem`: why that cannot be told; `stops`: whether a run would end with it. `older`: that what it
+    reads of another dataset is of an older table there."""
 
     rows: int = 0
     removed: int = 0
     problem: str = ""
+    stops: bool = False
     older: str = ""
 
     @classmethod
@@ -36,7 +37,7 @@ class DeclaredChanges:
                 return cls(older=older)
             return cls(counts.to_ask, removed_rows(spec, counts), older=older)
         except (SourceError, CorruptObject) as error:
-            return cls(problem=str(error))
+            return cls(problem=str(error), stops=isinstance(error, SourceError))
 
     def lines(self, dataset: str) -> list[str]:
         """For people; none where nothing has changed."""

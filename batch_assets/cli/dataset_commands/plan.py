@@ -77,12 +77,14 @@ def as_json(found: Proposal) -> dict[str, Any]:
         ],
         "batch_apis": list(found.batch_apis),
         "problems": list(found.problems),
+        "stops": found.work.stops or None,
         "clocks": dict(found.clocks),
     }
 
 
 def show_plan(spec: GeneratedDatasetSpec, folder: Path, tags: Mapping[str, str], *, json: bool) -> int:
-    """Print the plan for a dataset whose defs.yaml lies in `folder`; returns the exit status: 1 when it cannot be done.
+    """Print the plan for a dataset whose defs.yaml lies in `folder`; returns the exit status: 1 when it cannot be done,
+    as a run would stop, too, before it asks a row.
 
     Raises SourceError, StoreError, and what fleet.yaml, the price sources or the source have against it.
     """
@@ -91,7 +93,7 @@ def show_plan(spec: GeneratedDatasetSpec, folder: Path, tags: Mapping[str, str],
         print_json(as_json(view))
     else:
         output_console().print(report(view), highlight=False)
-    return 0 if view.plan.feasible else 1
+    return 0 if view.plan.feasible and not view.work.stops else 1
 
 
 def proposal(spec: GeneratedDatasetSpec, folder: Path, tags: Mapping[str, str]) -> Proposal:
@@ -118,7 +120,8 @@ def proposal(spec: GeneratedDatasetSpec, folder: Path, tags: Mapping[str, str]) 
         found = propose(around, fleet_db, spec, work, tags, timing, request)
     found = replace(found, problems=(*found.problems, *work.problems))
     if unusable := _unusable_user(spec, around.config):
-        found = replace(found, problems=(*found.problems, unusable))
+        work = replace(found.work, stops=found.work.stops or unusable)
+        found = replace(found, work=work, problems=(*found.problems, unusable))
     if around.config.only_plays(spec.model):
         found = replace(found, problems=(*found.problems, played_words(f"run {spec.name}")))
     return found
@@ -142,7 +145,9 @@ def _unusable_user(spec: GeneratedDatasetSpec, config: FleetConfig) -> str:
 
 
 def _with_changes(work: Workload, changed: DeclaredChanges, dataset: str) -> Workload:
-    """The work with rows that a run would ask for and the snapshot does not."""
+    """The work with rows that a run would ask for and the snapshot does not, or with what would stop it."""
+    if changed.stops:
+        return replace(work, problems=(*work.problems, changed.problem), stops=changed.problem)
     said = tuple(Assumption(Subject.ROWS, line.removeprefix(f"{dataset}: ")) for line in changed.lines(dataset))
     rows = work.rows + changed.rows
     return replace(work, rows=rows, all_rows=max(rows, work.all_rows), assumptions=(*work.assumptions, *said))
@@ -229,6 +234,9 @@ def report(view: Proposal) -> Group:
         picked = _spread(plan.curve, CURVE_LINES)
         parts += [Text(), Text("Cost against finish time", style="bold")]
         parts.append(_table("", [(_mark(one, plan), one) for one in picked]))
+    if work.stops:
+        said = f"{view.dataset}: a run would stop before it asks a row: {work.stops}"
+        parts += [Text(), Text(said, style="bold red")]
     return Group(*parts)
 
 

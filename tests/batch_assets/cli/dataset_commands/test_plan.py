@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from batch_assets.cli.dataset_commands.plan import report, wanted_words
 from batch_assets.cli.main import app
 from batch_assets.orchestration.active_request import request_under_way
 from batch_assets.request_status.dataset_status import observing
+from batch_assets.snapshot.builder import build_snapshot
+from batch_assets.snapshot.source.errors import SourceError
+from batch_assets.spec.discovery import declared
 from batch_assets.spec.models import load_spec
 from batch_assets.tags import CANCELED_TAG, REFRESH_TAG
 from gpu_runner.cost_meter import LeaseUsage
@@ -178,6 +182,31 @@ def test_what_is_held_and_spent_already_is_part_of_the_plan(site: SensorDataset)
 BAD = '{"question": null}\nno\n{"other": 1}\n'
 
 
+def said_by_a_run(home: Path) -> str:
+    """What the asset `prompts` fails with, which is what `run` says."""
+    spec, folder = declared()["d"]
+    with observing(["d"]) as (seen,), pytest.raises(SourceError) as caught:
+        build_snapshot(spec, seen.store, now=1.0, workdir=home / "asked", base=folder)
+    shutil.rmtree(home / "asked", ignore_errors=True)
+    return str(caught.value)
+
+
+def unfolded(shown: str) -> str:
+    return " ".join(shown.split())
+
+
+def test_bad_rows_that_came_since_the_snapshot_stop_a_run_and_the_plan_says_so(home: Path) -> None:
+    spec, folder = declared()["d"]
+    with observing(["d"]) as (seen,):
+        build_snapshot(spec, seen.store, now=1.0, workdir=home / "work", base=folder)
+    assert plan()[0] == 0
+    questions = home / "defs" / "d" / "questions.jsonl"
+    questions.write_text(questions.read_text() + BAD)
+    status, found = plan()
+    assert (status, found["stops"]) == (1, said_by_a_run(home)) and found["stops"].startswith("3 rows cannot be used:")
+    assert found["stops"] in found["problems"] and "cannot be compared" not in str(found["assumptions"])
+
+
 def test_rows_that_a_snapshot_would_refuse_are_counted_with_a_reason(home: Path) -> None:
     questions = home / "defs" / "d" / "questions.jsonl"
     questions.write_text(questions.read_text() + BAD)
@@ -187,11 +216,14 @@ def test_rows_that_a_snapshot_would_refuse_are_counted_with_a_reason(home: Path)
     (problem,) = [text for text in found["problems"] if "cannot be used" in text]
     assert problem.startswith(f"{count}: they stop a run (on_bad_row: fail), {first}")
     assert "question" in problem
-    assert (status, found["rows"], found["rejected_rows"]) == (0, QUESTIONS, 3)
-    shown = CliRunner().invoke(app, ["plan", "d"]).output
-    assert f"problem: {count}" in shown
+    assert (status, found["rows"], found["rejected_rows"]) == (1, QUESTIONS, 3), "as a run ends"
+    shown = CliRunner().invoke(app, ["plan", "d"])
+    assert f"problem: {count}" in shown.output and shown.exit_code == 1
+    assert f"d: a run would stop before it asks a row: {unfolded(said_by_a_run(home))}" in unfolded(shown.output)
+    assert found["stops"] == said_by_a_run(home)
     declare(home, on_bad_row="skip")
-    _, found = plan()
+    status, found = plan()
+    assert (status, found["stops"]) == (0, None)
     assert any(
         text.startswith(f"{count}: they are left out (on_bad_row: skip), {first}") for text in found["assumptions"]
     )
@@ -236,6 +268,9 @@ def test_a_key_that_helps_against_bad_rows_is_named(home: Path) -> None:
 def test_a_source_of_which_no_row_can_be_used_is_refused(home: Path) -> None:
     (home / "defs" / "d" / "questions.jsonl").write_text('{"question": null}\n' * 2)
     status, found = plan()
+    assert status == 2 and said_by_a_run(home).splitlines()[1] in found["said"]
+    declare(home, on_bad_row="skip")
+    status, found = plan()
     assert status == 2 and "found none that can be used (all 2 were rejected)" in found["said"]
 
 
@@ -243,9 +278,6 @@ def test_rows_that_a_snapshot_has_left_out_are_said(home: Path) -> None:
     questions = home / "defs" / "d" / "questions.jsonl"
     questions.write_text('{"question": "a"}\n' + BAD)
     declare(home, on_bad_row="skip")
-    from batch_assets.snapshot.builder import build_snapshot
-    from batch_assets.spec.discovery import declared
-
     spec, folder = declared()["d"]
     with observing(["d"]) as (seen,):
         build_snapshot(spec, seen.store, now=1.0, workdir=home / "work", base=folder)
