@@ -119,7 +119,7 @@ def _stored_reports(instance: dg.DagsterInstance, numbers: Sequence[int]) -> Ite
 
 
 def _value(data: Mapping[str, Any]) -> Any:
-    for name in ("value", "text", "run_id", "path"):
+    for name in ("value", "text", "run_id", "path", "data"):
         if name in data:
             return data[name]
     return None
@@ -142,5 +142,6 @@ def _report(values: Mapping[str, Any], tags: Mapping[str, str], reporter: str, r
         simulated=is_simulated(model, str(values.get("engine") or "")) if model else None,
         model=model,
         where=str(values.get("where") or ""),
+        journaled=values.get("journaled") or {},
         **numbers,
     )

@@ -29,7 +29,7 @@ class BatchReport:
     `author` is the run that wrote the object; `reporter` the run that logged this entry, which for a batch that was
     committed before is another one. `reused`: rows with the outcome of an earlier object. `reported_at`: Unix seconds.
     `simulated`: its rows are an engine simulator's; None where there are none. `where`: which rows of a batch that is
-    to be made anew are asked again; "": all.
+    to be made anew are asked again; "": all. `journaled`: rows that other runs than the author had asked for, by run.
     """
 
     version: LedgerVersion
@@ -48,6 +48,7 @@ class BatchReport:
     simulated: bool | None = None
     model: str = ""
     where: str = ""
+    journaled: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
 
     @property
     def fresh(self) -> bool:

@@ -137,6 +137,7 @@ def batch_event(store: DatasetStore, footer: BatchFooter, snapshot: str, rows: s
         "dead": dg.MetadataValue.int(footer.dead),
         "reused": dg.MetadataValue.int(footer.reused),
         **({"reused_from": dg.MetadataValue.json(footer.reused_from)} if footer.reused_from else {}),
+        **({"journaled": dg.MetadataValue.json(footer.journaled)} if footer.journaled else {}),
         **_rates(footer),
         **({} if footer.mean_score is None else {"mean_score": dg.MetadataValue.float(round(footer.mean_score, 6))}),
         "prompt_tokens": dg.MetadataValue.int(footer.prompt_tokens),

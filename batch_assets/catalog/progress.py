@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from batch_assets.catalog.ranges import ATTEMPTS, RangeRunRecord, worth_trying
@@ -21,7 +21,8 @@ RECENT_SECONDS = 120.0
 class Figures:
     """Counts of one snapshot. `ok`, `dead` and tokens are those of committed batches.
 
-    `rows_reused` of the committed rows have the outcome of an earlier object. `open_rows` are finished rows of batches
+    `rows_reused` of the committed rows have the outcome of an earlier object; the others by the run that asked for
+    them: `asked_by`. `open_rows` are finished rows of batches
     that are not committed yet: they show that something moves.
     """
 
@@ -35,16 +36,12 @@ class Figures:
     completion_tokens: int
     open_rows: int = 0
     rows_reused: int = 0
+    asked_by: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     @property
     def rows_done(self) -> int:
         """Committed and open rows; never more than there are."""
         return min(self.rows, self.rows_committed + self.open_rows)
-
-    @property
-    def rows_generated(self) -> int:
-        """Committed rows that an engine was asked for when their batch was generated."""
-        return self.rows_committed - self.rows_reused
 
     @property
     def complete(self) -> bool:
@@ -66,8 +63,11 @@ def figures(
     are counted once.
     """
     committed: Counter[str] = Counter()
+    asked_by: Counter[str] = Counter()
     for report in current.values():
         committed[report.author or ""] += report.rows
+        asked_by[report.author or ""] += report.rows - report.reused - sum(report.journaled.values())
+        asked_by.update(report.journaled)
     return Figures(
         rows=sum(batch.rows for batch in batches),
         batches=len(batches),
@@ -79,6 +79,7 @@ def figures(
         completion_tokens=sum(report.completion_tokens for report in current.values()),
         open_rows=sum(max(0, rows - committed[run]) for run, rows in rows_of_runs.items()),
         rows_reused=sum(report.reused for report in current.values()),
+        asked_by=dict(asked_by),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from batch_assets.asset_metadata.batch_rows import ShownBatches, batch_rows_markdown, shown_prompts
 from batch_assets.gates.quality_gates import GateTrip, QualityGates, marked_rows, mean_score
@@ -55,7 +55,8 @@ class RangeJob:
     `fence` says whether this run may still clean up after itself: one that was declared dead deletes nothing, its
     successor does. `claims` keep it from asking for rows that another run of these batches asks for. `reports` has the
     footer of every batch that this run committed or found committed, for the ledger. `epoch`: of the lease that rows
-    come from. `reused`: rows of each opened batch whose outcome was in an earlier object, of this dataset or another.
+    come from. `reused`: rows of each opened batch whose outcome was in an earlier object, of this dataset or another;
+    `journaled`: those that other runs had asked for, by run.
     `gates` look at every new outcome of a model; `trips` has those that have tripped, for whoever pauses the request.
     `scores`: fields of a judge's votes whose mean each batch has.
     `shown`: of which batches some rows are shown in the catalog; None: of none.
@@ -85,6 +86,7 @@ class RangeJob:
         self.claims, self._fence = claims, fence
         self.reports: queue.SimpleQueue[BatchFooter] = queue.SimpleQueue()
         self.reused: dict[str, int] = {}
+        self.journaled: dict[str, Mapping[str, int]] = {}
         self._gates, self._scores, self._shown = gates, scores, shown
         self._prompts: dict[str, dict[str, str]] = {}
         self._rows: dict[str, str] = {}
@@ -209,6 +211,7 @@ class RangeJob:
             run_id=self.identity.run_id,
             root_run_id=self.identity.intent.root_run_id,
             reused=self.reused.get(key, 0),
+            journaled=self.journaled.get(key),
             marked=marked_rows(outcomes, () if self._gates is None else self._gates.phrases) | marked,
             looked_at=looked_at,
             mean_score=mean_score(outcomes, self._scores),

@@ -13,7 +13,7 @@ import queue
 import random
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -230,6 +230,9 @@ class RangeSource:
         new = list(self._new_in_journal(work))
         journaled = of_this_batch(outcome for outcome in new if not outcome.begun)
         self._job.reused[work.entry.key] = len(kept.keys() - journaled.keys())
+        asked_by = Counter(outcome.origin.run_id for outcome in journaled.values())
+        del asked_by[self._job.name]  # what it is asked to do once more
+        self._job.journaled[work.entry.key] = dict(sorted(asked_by.items()))
         begun = [outcome for outcome in new if outcome.begun]
         if any(row.turns for row in rows):
             begun += [outcome for outcome in self._tried_again(work) if outcome.turns]

@@ -101,6 +101,7 @@ class BatchFooter(BaseModel):
     usd: float | None = None
     reused: int = 0
     reused_from: dict[str, int] = Field(default_factory=dict)
+    journaled: dict[str, int] = Field(default_factory=dict)
     marked: dict[str, int] = Field(default_factory=dict)
     looked_at: dict[str, int] = Field(default_factory=dict)
     mean_score: float | None = None
@@ -123,6 +124,7 @@ class BatchFooter(BaseModel):
         run_id: str,
         root_run_id: str,
         reused: int = 0,
+        journaled: Mapping[str, int] | None = None,
         cached_tokens: int | None = None,
         marked: Mapping[str, int] | None = None,
         looked_at: Mapping[str, int] | None = None,
@@ -131,6 +133,7 @@ class BatchFooter(BaseModel):
         """Counts over the outcomes; `seconds` spans from the first row's start to the last row's end.
 
         `reused`: rows whose outcome is that of an earlier object; `reused_from` counts the outcomes of other datasets.
+        `journaled`: rows by the other run that asked for them, and left them in the journal.
         `usd` is what the rows cost, of those whose price is known; None when none is. `cached_tokens`: of the prompts'
         tokens, those that engines had in their caches; None: nobody has counted them. With them the tokens of rows that
         were answered are counted apart. `marked`: how many rows are bad, by the names of gates; `looked_at`:
@@ -167,6 +170,7 @@ class BatchFooter(BaseModel):
             usd=sum(priced) if (priced := [o.usd for o in outcomes if o.usd is not None]) else None,
             reused=reused,
             reused_from=dict(sorted(Counter(o.reused_from for o in outcomes if o.reused_from).items())),
+            journaled=dict(journaled or {}),
             marked=dict(marked or {}),
             looked_at=dict(looked_at or {}),
             mean_score=mean_score,

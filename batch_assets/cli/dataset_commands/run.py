@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 import uuid
@@ -16,7 +17,7 @@ from batch_assets.cli.interrupts import Interrupted, Signals
 from batch_assets.local_dagster.home import LOGS, StackAddress, prepare_home, running_stack
 from batch_assets.local_dagster.stack import Stack, stack
 from batch_assets.request_status.display import Display
-from batch_assets.tags import ENDPOINT_TAG, LAUNCH_TAG
+from batch_assets.tags import CHAIN_SINCE_TAG, ENDPOINT_TAG, LAUNCH_TAG
 from gpu_runner.request_limits import NO_LIMITS, RequestLimits
 
 if TYPE_CHECKING:
@@ -87,7 +88,8 @@ class Request:
 
 @dataclass
 class Runner:
-    """Carries out one request. `run_id` is known once Dagster has accepted it."""
+    """Carries out one request. `run_id` is known once Dagster has accepted it. `generated`: rows that runs of it asked
+    for; `taken_over`: those that were asked for before, and were not in the catalog yet when it began."""
 
     request: Request
     display: Display
@@ -97,8 +99,11 @@ class Runner:
     own: bool = True
     seconds: float = 0.0
     generated: int = 0
+    taken_over: int = 0
     dead_before: int | None = None
-    _last: int | None = field(default=None)
+    _asked_by: Mapping[str, int] | None = field(default=None)
+    _own_runs: dict[str, bool] = field(default_factory=dict)
+    _since: float | None = field(default=None)
     _shown_at: float = field(default=float("-inf"))
     _first: int | None = field(default=None)
     _stack: Stack | None = field(default=None)
@@ -222,7 +227,7 @@ class Runner:
             except Interrupted:
                 break
             if moment.figures is not None:
-                self._count(moment.figures.rows_generated)
+                self._count(moment.figures.asked_by, follower.observer)
                 self.dead_before = moment.figures.dead if self.dead_before is None else self.dead_before
             self.display.show(moment)
             if moment.remark:
@@ -249,10 +254,28 @@ class Runner:
         self._give_up(dagster, follower)
         raise Interrupted
 
-    def _count(self, generated: int) -> None:
-        """Sum of what was added: batches that are void are generated once more."""
-        self.generated += 0 if self._last is None else max(0, generated - self._last)
-        self._last = generated
+    def _count(self, asked_by: Mapping[str, int], seen: Observer) -> None:
+        """Sums of what was added: batches that are void are generated once more."""
+        before = self._asked_by
+        for run_id, rows in asked_by.items():
+            more, own = rows - (before or {}).get(run_id, 0), self._is_own(run_id, seen)
+            if more > 0 and own:
+                self.generated += more
+            elif more > 0 and before is not None:
+                self.taken_over += more
+        self._asked_by = asked_by
+
+    def _is_own(self, run_id: str, seen: Observer) -> bool:
+        """Whether a run was made since this was asked for, or since the chain was of which it is a step."""
+        if self._since is None:
+            asked = seen.instance.get_run_record_by_id(self.run_id or "")
+            if asked is not None:
+                since = asked.dagster_run.tags.get(CHAIN_SINCE_TAG)
+                self._since = float(since) if since is not None else asked.create_timestamp.timestamp()
+        if run_id not in self._own_runs:
+            made, began = seen.instance.get_run_record_by_id(run_id), self._since or math.inf
+            self._own_runs[run_id] = made is not None and made.create_timestamp.timestamp() >= began
+        return self._own_runs[run_id]
 
     def _verifying(self, moment: ProgressUpdate) -> None:
         """Where the verification is. Raises Interrupted after a signal."""

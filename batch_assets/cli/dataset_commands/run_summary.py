@@ -107,6 +107,7 @@ def _as_json(runner: Runner, ending: RunResult, dead: Sequence[DeadLetterExample
     return {
         "seconds": round(runner.seconds, 1),
         "rows_generated": runner.generated,
+        "rows_taken_over": runner.taken_over,
         "complete": ending.ok and trial is None,
         "verified": ending.verification is not None,
         "verify_seconds": round(ending.verify_seconds, 1),
@@ -244,7 +245,7 @@ def dead_lines(dataset: str, dead: Sequence[DeadLetterExample]) -> list[str]:
 
 def trial_done(status: DatasetStatus, runner: Runner, trial: Figures) -> list[str]:
     """The last lines of a trial that ended well and left batches over."""
-    made = f"{runner.generated:,} rows generated in {duration(runner.seconds)}" if runner.generated else "all there"
+    made = _made(runner) or "all there"
     batches = "the first batch" if trial.batches == 1 else f"the first {trial.batches:,} batches"
     tokens = f"{trial.prompt_tokens:,} prompt and {trial.completion_tokens:,} completion tokens"
     return [
@@ -263,10 +264,8 @@ def success(status: DatasetStatus, runner: Runner) -> list[str]:
         before = runner.dead_before or 0
         made = f"{max(0, before - status.dead):,} of {before:,} dead letters are answered now"
         made = made if before else "there are no dead letters to try again"
-    elif runner.generated:
-        made = f"{runner.generated:,} rows generated{engine} in {duration(runner.seconds)}"
     else:
-        made = "nothing to generate, the table is up to date"
+        made = _made(runner, engine) or "nothing to generate, the table is up to date"
     counts = f"{status.ok:,} ok, {status.dead:,} dead, {status.completion_tokens:,} completion tokens"
     rows = status.table_rows or 0
     batches = "1 batch" if status.batches == 1 else f"{status.batches:,} batches"
@@ -278,6 +277,15 @@ def success(status: DatasetStatus, runner: Runner) -> list[str]:
         f"batch-assets show {status.dataset}: shows rows, --order sample some at random; "
         f"batch-assets view {status.dataset}: all of them in a browser",
     ]
+
+
+def _made(runner: Runner, engine: str = "") -> str:
+    """Rows that were asked now, and those that a run before had asked for; empty where there are none."""
+    taken = f"{runner.taken_over:,} rows that an earlier run had finished were taken over" if runner.taken_over else ""
+    if not runner.generated:
+        return f"no row was asked, {taken}" if taken else ""
+    made = f"{runner.generated:,} rows generated{engine} in {duration(runner.seconds)}"
+    return f"{made}, {taken}" if taken else made
 
 
 def simulated_line(status: DatasetStatus) -> list[str]:

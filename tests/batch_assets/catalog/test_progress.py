@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from batch_assets.catalog.catalog_reader import BatchReport
@@ -34,6 +36,12 @@ def test_committed_rows_are_not_counted_again_as_open_rows_of_their_run():
     assert found.rows_done == 700
     assert (found.prompt_tokens, found.completion_tokens, found.tokens_per_row) == (2000, 4000, 8.0)
     assert not found.complete
+
+
+def test_committed_rows_are_those_of_the_run_that_asked_for_them():
+    taken = replace(report(author="second"), journaled={"first": 40, "third": 10}, reused=20)
+    found = figures(ENTRIES, {"00000": report(author="first"), "00001": taken}, {})
+    assert found.asked_by == {"first": 290, "second": 180, "third": 10}
 
 
 def test_rows_done_never_pass_the_rows_there_are():

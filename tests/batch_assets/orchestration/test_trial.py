@@ -114,7 +114,7 @@ def test_the_summary_says_what_is_left() -> None:
 
     trial = Figures(250, 1, 1, 250, 249, 1, 5000, 9000)
     status = SimpleNamespace(dataset="d", batches=20, rows=5000)
-    runner = SimpleNamespace(generated=250, seconds=12.0)
+    runner = SimpleNamespace(generated=250, taken_over=0, seconds=12.0)
     said = trial_done(status, runner, trial)  # type: ignore[arg-type]
     assert said[0] == "d: trial of 250 rows, the first batch of 20: 250 rows generated in 12 s"
     assert "249 ok, 1 dead" in said[1]

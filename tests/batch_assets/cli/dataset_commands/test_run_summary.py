@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
+from typing import Any, cast
 
+import dagster as dg
 import pytest
+from dagster._core.test_utils import create_run_for_test
 
-from batch_assets.cli.dataset_commands.run import Request
+from batch_assets.cli.dataset_commands.run import Request, Runner
 from batch_assets.cli.dataset_commands.run_summary import dead_lines, paused, run_pointers, success
+from batch_assets.cli.interrupts import Signals
 from batch_assets.publishing.dead_letters import DeadLetterExample
+from batch_assets.tags import CHAIN_SINCE_TAG
 from gpu_runner.fleet_database.capacity_plan import Pause, PauseKind, pause_to_json, read_pause
 
 
@@ -27,8 +33,43 @@ def test_rows_that_ask_the_same_are_told_from_those_that_were_asked(
     status = SimpleNamespace(
         dataset="d", rows=rows, table_rows=table_rows, batches=batches, table="t", simulated=False, **counts
     )
-    runner = SimpleNamespace(generated=rows, seconds=3.0, request=Request("d"))
+    runner = SimpleNamespace(generated=rows, taken_over=0, seconds=3.0, request=Request("d"))
     assert success(status, runner)[1] == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("generated", "taken_over", "expected"),
+    [
+        (60, 40, "60 rows generated in 3 s, 40 rows that an earlier run had finished were taken over"),
+        (0, 40, "no row was asked, 40 rows that an earlier run had finished were taken over"),
+        (0, 0, "nothing to generate, the table is up to date"),
+    ],
+)
+def test_rows_that_were_asked_now_are_told_from_those_that_a_run_before_had_finished(
+    generated: int, taken_over: int, expected: str
+) -> None:
+    counts = {"ok": 100, "dead": 0, "completion_tokens": 7}
+    status = SimpleNamespace(dataset="d", rows=100, table_rows=100, batches=1, table="t", simulated=False, **counts)
+    runner = SimpleNamespace(generated=generated, taken_over=taken_over, seconds=3.0, request=Request("d"))
+    assert success(status, runner)[0] == f"d: {expected}"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("chain", [False, True])
+def test_rows_of_runs_before_a_request_are_none_of_its_own(chain: bool) -> None:
+    with dg.DagsterInstance.ephemeral() as instance, Signals() as signals:
+        before = create_run_for_test(instance).run_id
+        time.sleep(0.01)
+        tags = {CHAIN_SINCE_TAG: repr(time.time())} if chain else {}
+        so_far = create_run_for_test(instance).run_id if chain else None  # of a step that begins on rows so far
+        asked = create_run_for_test(instance, tags=tags).run_id
+        mine = create_run_for_test(instance).run_id
+        seen: Any = SimpleNamespace(instance=instance)
+        runner = Runner(Request("d"), cast(Any, None), signals, asked)
+        runner._count({before: 100}, seen)
+        runner._count({before: 140, mine: 50, "of no catalog": 5}, seen)
+        runner._count({before: 140, mine: 30}, seen)  # a batch is void
+        runner._count({before: 140, mine: 60} | ({so_far: 7} if so_far else {}), seen)
+    assert (runner.generated, runner.taken_over) == (80 + (7 if chain else 0), 45)
 
 
 def test_failed_runs_are_linked_only_where_a_dagster_stays() -> None:
@@ -42,7 +83,9 @@ def test_failed_runs_are_linked_only_where_a_dagster_stays() -> None:
 def test_a_redrive_says_how_many_dead_letters_are_answered_now() -> None:
     counts = {"ok": 998, "dead": 2, "completion_tokens": 7}
     status = SimpleNamespace(dataset="d", rows=1000, table_rows=1000, batches=4, table="t", simulated=False, **counts)
-    runner = SimpleNamespace(generated=0, seconds=3.0, request=Request("d", redrive_error=""), dead_before=680)
+    runner = SimpleNamespace(
+        generated=0, taken_over=0, seconds=3.0, request=Request("d", redrive_error=""), dead_before=680
+    )
     assert success(status, runner)[0] == "d: 678 of 680 dead letters are answered now"  # type: ignore[arg-type]
     runner.dead_before = status.dead = 0
     assert success(status, runner)[0] == "d: there are no dead letters to try again"  # type: ignore[arg-type]
