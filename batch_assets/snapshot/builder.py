@@ -187,7 +187,7 @@ def _is_as_read(previous: FoundSnapshot, digest: str | None) -> bool:
 
 def _check_conditions_again(spec: GeneratedDatasetSpec, store: DatasetStore, manifest: SnapshotManifest) -> None:
     """Conditions may have changed since the source was read. Raises SourceError."""
-    if not spec.conditions or not manifest.shards:
+    if not (spec.conditions or spec.filter) or not manifest.shards:
         return
     with store.objects.open(store.snapshot_path(manifest.snapshot, manifest.shards[0].path)) as file:
         there = pq.read_schema(file)

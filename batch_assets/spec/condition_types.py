@@ -91,6 +91,36 @@ def gate_types(task: Task, json_schema: Mapping[str, Any] | None) -> dict[str, p
     return found
 
 
+def check_texts(key: str, column: str, types: Types) -> None:
+    """Raises Unusable where a column is none of texts: numbers and the like are read as text, and of messages their
+    contents."""
+    import pyarrow as pa
+
+    kind = types.get(column)
+    if kind is None or not pa.types.is_nested(kind):
+        return
+    inner = kind.value_type if pa.types.is_list(kind) else None
+    if inner is None or not pa.types.is_struct(inner) or inner.get_field_index("content") < 0:
+        raise Unusable("a column of texts", f"{show(column)}, which has values of type {kind}"[:200], key=key)
+
+
+def check_vectors(key: str, column: str, types: Types) -> None:
+    """Raises Unusable where a column is none of lists of numbers."""
+    import pyarrow as pa
+
+    kind = types.get(column)
+    if kind is None:
+        return
+    inner = kind.value_type if pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind) else None
+    numeric = (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal)
+    if pa.types.is_large_list(kind) or (inner is not None and any(is_kind(inner) for is_kind in numeric)):
+        return
+    text = pa.types.is_string(kind)
+    found = f"{show(column)}, which has {'texts' if text else f'values of type {kind}'}"[:200]
+    hint = "For texts there is near_duplicates; vectors are the output of task embedding." if text else ""
+    raise Unusable("a column of lists of numbers", found, hint, key=key)
+
+
 def check_condition(key: str, where: str, types: Types, *, has_columns: bool) -> None:
     """Raises Unusable where no row with these columns can be held against a condition. `has_columns`: properties of the
     output are columns."""

@@ -20,7 +20,16 @@ from pydantic import (
     model_validator,
 )
 
-from batch_assets.spec.condition_types import NO_TYPES, Types, check_condition, gate_types, judged_types, table_types
+from batch_assets.spec.condition_types import (
+    NO_TYPES,
+    Types,
+    check_condition,
+    check_texts,
+    check_vectors,
+    gate_types,
+    judged_types,
+    table_types,
+)
 from batch_assets.spec.errors import SpecError, Unusable, explain, nearest, show
 from batch_assets.spec.export_options import BadOption
 from batch_assets.spec.exports import MOST_EXPORTS, ExportSpec, check_apart
@@ -1075,11 +1084,11 @@ def _check_exports(spec: GeneratedDatasetSpec) -> None:
 
 
 def check_condition_types(spec: GeneratedDatasetSpec, kept: Types = NO_TYPES) -> None:
-    """Each condition on rows that are made is one that rows with columns of their types can be held against. `kept`:
-    types of the kept columns, where the source was read; without, they may have any. Raises Unusable.
+    """Each condition and rule on rows that are made is one that rows with columns of their types can be held against.
+    `kept`: types of the kept columns, where the source was read; without, they may have any. Raises Unusable.
     """
     conditions = spec.conditions
-    if not conditions:
+    if not conditions and not spec.filter:
         return  # Arrow takes a fifth of a second to import
     schema, has_columns = spec.output.json_schema, spec.output.columns
     own = table_types(
@@ -1095,6 +1104,10 @@ def check_condition_types(spec: GeneratedDatasetSpec, kept: Types = NO_TYPES) ->
     for key, where in conditions.items():
         types = coming if key.startswith("gates.") else own if key in of_table else judged
         check_condition(key, where, types, has_columns=has_columns)
+    for name, rule in (spec.filter or {}).items():
+        for key, column in rule.columns() if rule.where is None else ():
+            check_column = check_vectors if rule.semantic_duplicates is not None else check_texts
+            check_column(f"filter.{name}.{key}", column, judged)
 
 
 def _check_want(spec: GeneratedDatasetSpec) -> None:

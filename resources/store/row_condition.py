@@ -167,9 +167,19 @@ def _known_parts(expression: pl.Expr, known: set[str]) -> Iterator[pl.Expr]:
 
 
 def _smallest(part: pl.Expr, reason: str, frame: pl.DataFrame) -> tuple[str, list[str]]:
-    for inner in part.meta.pop():
-        if inner.meta.root_names() and isinstance(found := _evaluated(inner, frame), str):
-            return _smallest(inner, found, frame)
+    """The same of the smallest part that cannot be evaluated. Small ones are tried first: of a long chain each takes
+    as long as all before it."""
+    parts: list[pl.Expr] = []
+    waiting = part.meta.pop()
+    while waiting:
+        inner = waiting.pop()
+        if inner.meta.root_names():
+            parts.append(inner)
+            waiting += inner.meta.pop()
+    parts.reverse()  # of one size the inner one
+    for inner in sorted(parts, key=lambda one: len(one.meta.root_names())):
+        if isinstance(found := _evaluated(inner, frame), str):
+            return found, _columns(inner)
     return reason, _columns(part)
 
 

@@ -17,6 +17,7 @@ from support.snapshots import SourceRow, commit, write_snapshot
 
 from batch_assets.capacity_planning.preview_rows import first_rows
 from batch_assets.capacity_planning.workload_estimate import work_of_source
+from batch_assets.filtering.passed_table import filtered
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.publish import publish
 from batch_assets.snapshot.builder import build_snapshot, changed_rows
@@ -24,6 +25,7 @@ from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.condition_types import judged_types, table_types
 from batch_assets.spec.errors import SpecError
 from batch_assets.spec.models import GeneratedDatasetSpec, load_spec
+from batch_assets.spec.row_rules import RowRule
 from gpu_runner.rows import Task
 from resources.objects.opening import open_objects
 from resources.store.dataset_store import DatasetStore
@@ -193,6 +195,43 @@ def test_scores_of_a_judge_are_numbers() -> None:
     assert spec.judge is not None
     types = judged_types(spec.judge, {}, {"judged_output": pa.string(), "topic": pa.string()})
     assert (types["output"], types["topic"], types["score"]) == (pa.string(), pa.string(), pa.float64())
+
+
+RULES: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "chat",
+        {"semantic_duplicates": {"column": "output"}},
+        "semantic_duplicates.column: expected a column of lists of",
+    ),
+    (
+        "embedding",
+        {"duplicates": {"column": "output"}},
+        "duplicates.column: expected a column of texts, found 'output'",
+    ),
+    ("embedding", {"ratio": {"column": "topic", "over": "output", "min": 1}}, "ratio.over: expected a column of texts"),
+    ("chat", {"length": {"column": "tool_calls", "max": 9}}, "length.column: expected a column of texts"),
+    ("chat", {"duplicates": {"column": "output"}}, ""),
+    ("chat", {"length": {"column": "prompt", "max": 9}}, ""),
+    ("chat", {"length": {"column": "prompt_tokens", "max": 9}}, ""),
+    ("embedding", {"semantic_duplicates": {"column": "output"}}, ""),
+]
+
+
+@pytest.mark.parametrize(("task", "rule", "said"), RULES)
+def test_a_rule_is_refused_where_the_real_table_would_refuse_it(
+    task: Task, rule: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    real_table(tmp_path, task)
+    store = DatasetStore(open_objects(str(tmp_path / f"store-{task}")), "sums")
+    rules = {"one": RowRule.model_validate(rule)}
+    prompt = {"user" if task == "chat" else "text": "{{ q }}"}
+    if not said:
+        assert declared(task=task, prompt=prompt, filter={"one": rule})
+        filtered(store, rules, base=tmp_path, now=2.0, workdir=tmp_path)
+        return
+    assert problem(task=task, prompt=prompt, filter={"one": rule}).startswith(f"filter.one.{said}")
+    with pytest.raises(BadCondition):
+        filtered(store, rules, base=tmp_path, now=2.0, workdir=tmp_path)
 
 
 def test_types_of_kept_columns_are_those_of_the_source(tmp_path: Path) -> None:
