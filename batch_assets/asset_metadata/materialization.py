@@ -24,6 +24,7 @@ from batch_assets.settings import SettingError, viewer_url
 from batch_assets.snapshot.prompts.rendering import Prompts
 from batch_assets.snapshot.reuse import ReusableRows
 from batch_assets.snapshot.source.errors import SourceError
+from batch_assets.spec.judge import SCORE
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.spec.source import table_read_by
 from gpu_runner.fleet_database.accounting.bill_split import Split
@@ -70,18 +71,10 @@ def table_metadata(
     The schema is not `dagster/column_schema`: the UI shows that one in a section of its own, above all other metadata.
     """
     counts = ("rows", "ok", "dead", "duplicates", "batches", "prompt_tokens", "completion_tokens", "bytes")
-    columns = [
-        dg.TableColumn(
-            column.name,
-            short_type(column.type),
-            description=column.description or MEANING.get(column.name, "column of the source"),
-        )
-        for column in table.columns
-    ]
     found: dict[str, Any] = {
         **{name: getattr(table, name) for name in counts},
         "dagster/row_count": table.rows,
-        "columns": dg.MetadataValue.table_schema(dg.TableSchema(columns)),
+        "columns": _columns(table),
         "dagster/uri": table.uri(store.objects),
         "snapshot": table.snapshot,
         **({} if table.model is None else {"model": table.model}),
@@ -97,11 +90,28 @@ def table_metadata(
     return found | ({"usd": table.usd} if table.usd is not None else {}) | billed
 
 
-def judged_metadata(store: DatasetStore, table: PublishedTable, report: JudgeReport) -> dict[str, Any]:
-    """Counts and places of the judged rows, and how far votes agree. Numbers stay numbers, Dagster plots them."""
+def _columns(table: PublishedTable) -> dg.TableSchemaMetadataValue:
+    """Names, types and meanings of the columns."""
+    columns = [
+        dg.TableColumn(
+            column.name,
+            short_type(column.type),
+            description=column.description or MEANING.get(column.name, "column of the source"),
+        )
+        for column in table.columns
+    ]
+    return dg.MetadataValue.table_schema(dg.TableSchema(columns))
+
+
+def judged_metadata(
+    store: DatasetStore, table: PublishedTable, report: JudgeReport, *, samples: bool = False
+) -> dict[str, Any]:
+    """Some rows with their scores (`samples`), counts and places of the judged rows, and how far votes agree. Numbers
+    stay numbers, Dagster plots them."""
     lost = {"lost_by": dg.MetadataValue.json(report.lost_by)} if report.lost else {}
     figures = {"mean_score" if name == "score" else name: value for name, value in report.figures.items()}
     return {
+        **(sampled_rows(store, table, beside=SCORE) if samples else {}),
         "rows": table.rows,
         "dagster/row_count": table.rows,
         "rows_unscored": report.unscored,
@@ -109,16 +119,21 @@ def judged_metadata(store: DatasetStore, table: PublishedTable, report: JudgeRep
         "votes_lost": report.lost,
         **lost,
         **{name: round(value, 6) for name, value in figures.items() if value is not None},
+        "columns": _columns(table),
         "dagster/uri": table.uri(store.objects),
         "files": dg.MetadataValue.path(table.glob(store.objects)),
     }
 
 
-def passed_metadata(store: DatasetStore, table: PublishedTable, report: FilterReport) -> dict[str, Any]:
-    """Counts and places of the rows that pass a filter, and of those that fall out, by rule. Numbers stay numbers."""
+def passed_metadata(
+    store: DatasetStore, table: PublishedTable, report: FilterReport, *, samples: bool = False, judged: bool = False
+) -> dict[str, Any]:
+    """Some of the rows that pass a filter (`samples`; with their scores where they were `judged`), counts and places,
+    and of those that fall out, by rule. Numbers stay numbers."""
     by_rule = ["| rule | flagged | fell out |", "|---|--:|--:|"]
     by_rule += [f"| {name} | {count:,} | {report.removed[name]:,} |" for name, count in report.flagged.items()]
     return {
+        **(sampled_rows(store, table, beside=SCORE if judged else None) if samples else {}),
         "rows": table.rows,
         "dagster/row_count": table.rows,
         "rows_fallen": report.fallen,
@@ -126,6 +141,7 @@ def passed_metadata(store: DatasetStore, table: PublishedTable, report: FilterRe
         **({} if report.all_wanted is None else {"rows_wanted": report.all_wanted}),
         **{f"flagged_{name}": count for name, count in report.flagged.items()},
         **{f"not_compared_{name}": count for name, count in (report.not_compared or {}).items()},
+        "columns": _columns(table),
         "table_version": report.table,
         "dagster/uri": table.uri(store.objects),
         "files": dg.MetadataValue.path(table.glob(store.objects)),
@@ -210,10 +226,20 @@ def shown_rows(store: DatasetStore, table: PublishedTable, *, samples: bool) -> 
     pictures = distributions_markdown(counted)
     found: dict[str, Any] = {}
     if samples:
-        found["first_rows"] = dg.MetadataValue.md(first_rows_markdown(store, table))
-        found["sample_rows"] = dg.MetadataValue.md(sample_markdown(store, table))
+        found |= sampled_rows(store, table)
     found |= {"histograms": dg.MetadataValue.md(pictures)} if pictures else {}
     if asked := counted.reasons.total():
         rates = {"dead_rate": counted.reasons[NO_COMPLETION], "cut_rate": counted.reasons["length"]}
         found |= {name: dg.MetadataValue.float(round(count / asked, 6)) for name, count in rates.items()}
     return found
+
+
+def sampled_rows(store: DatasetStore, table: PublishedTable, *, beside: str | None = None) -> dict[str, Any]:
+    """Rows of a table, which stand above all else on the asset's page; none of an empty one. `beside`: a column whose
+    value stands before each output."""
+    if not table.rows:
+        return {}
+    return {
+        "first_rows": dg.MetadataValue.md(first_rows_markdown(store, table, beside=beside)),
+        "sample_rows": dg.MetadataValue.md(sample_markdown(store, table, beside=beside)),
+    }

@@ -32,9 +32,14 @@ _LINKS = re.compile(r"(?i)(https?\\:|ftp\\:|www)(?=/|\\\.)|(@)")
 _JOINER = "\u2060"  # of no width: an address that is not whole is not made a link
 
 
-def sample_markdown(store: DatasetStore, table: PublishedTable, most: int = SAMPLE_ROWS) -> str:
-    """The sample as a Markdown table of bounded size. Raises CorruptObject when a file cannot be read."""
-    columns = sample_columns(table)
+def sample_markdown(
+    store: DatasetStore, table: PublishedTable, most: int = SAMPLE_ROWS, *, beside: str | None = None
+) -> str:
+    """The sample as a Markdown table of bounded size. `beside`: a column that stands before the output.
+
+    Raises CorruptObject when a file cannot be read.
+    """
+    columns = sample_columns(table, beside)
     rows = list(read_rows(store, table, sample_places(table.rows, most), [*columns, "error"]))
     cells = [[_cell(name, row) for name in columns] for row in rows]
     lines = [[escaped(cut(name, SHORT)) for name in columns], ["---"] * len(columns), *cells]
@@ -42,18 +47,25 @@ def sample_markdown(store: DatasetStore, table: PublishedTable, most: int = SAMP
     return head + "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def first_rows_markdown(store: DatasetStore, table: PublishedTable) -> str:
+def first_rows_markdown(store: DatasetStore, table: PublishedTable, *, beside: str | None = None) -> str:
     """The first rows, so short that Dagster's UI shows them on the page and not behind a button: the output below its
-    prompt, as the page is too narrow for two columns of text.
+    prompt, as the page is too narrow for two columns of text. `beside`: a column whose value stands before the output.
     """
     names = [column.name for column in table.columns]
-    columns = [*([PROMPT] if PROMPT in names else ["row_id"]), "output"]
-    rows = list(read_rows(store, table, range(min(SHOWN_ROWS, table.rows)), [*columns, "error"]))
+    first, more = PROMPT if PROMPT in names else "row_id", [] if beside is None else [beside]
+    rows = list(read_rows(store, table, range(min(SHOWN_ROWS, table.rows)), [first, "output", *more, "error"]))
     found = ""
     for letters in (160, 110, 70, 40, 20):
-        lines = [escaped(cut(_plain_text(name, row), letters)) for row in rows for name in columns]
-        marked = [f"→ {line}" if number % 2 else line for number, line in enumerate(lines)]
-        found = "\n".join(f"| {line} |" for line in (" → ".join(columns), "---", *marked))
+
+        def text(name: str, row: Mapping[str, Any], letters: int = letters) -> str:
+            return escaped(cut(_plain_text(name, row), letters))
+
+        marked = []
+        for row in rows:
+            before = "" if beside is None else f"{text(beside, row) or '–'} · "
+            marked += [text(first, row), f"→ {before}{text('output', row)}"]
+        head = f"{first} → {'' if beside is None else f'{escaped(beside)} · '}output"
+        found = "\n".join(f"| {line} |" for line in (head, "---", *marked))
         if len(found) < INLINE_LETTERS:
             break
     return found
@@ -75,11 +87,13 @@ def sample_places(rows: int, most: int) -> list[int]:
     return [round(number * (rows - 1) / (most - 1)) for number in range(most)]
 
 
-def sample_columns(table: PublishedTable) -> list[str]:
-    """Columns to show: the id, a few of the source, prompt and output."""
+def sample_columns(table: PublishedTable, beside: str | None = None) -> list[str]:
+    """Columns to show: the id, a few of the source, prompt and output, and `beside` before that."""
     names = [column.name for column in table.columns]
-    kept = [name for name in names if name not in MEANING][:KEPT_COLUMNS]
-    return ["row_id", *kept, *([PROMPT] if PROMPT in names else []), "output"]
+    more = [] if beside is None else [beside]
+    before = names if beside is None else names[: names.index("output")]  # what votes say is no column of the source
+    kept = [name for name in before if name not in MEANING][:KEPT_COLUMNS]
+    return ["row_id", *kept, *([PROMPT] if PROMPT in names else []), *more, "output"]
 
 
 def read_rows(

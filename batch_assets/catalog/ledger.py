@@ -1,7 +1,8 @@
 """The ledger: one AssetMaterialization per committed batch, and the few ways in which we read it.
 
-The store decides what is done; the catalog says so to people and to Dagster. Everything that leans on Dagster
-internals stands here, and `tests/batch_assets/catalog/test_ledger.py` fails when they change.
+The store decides what is done; the catalog says so to people and to Dagster. Dagster plots numbers by their names,
+those of observations too: what these count is called otherwise than what a batch does. Everything that leans on
+Dagster internals stands here, and `tests/batch_assets/catalog/test_ledger.py` fails when they change.
 """
 
 from __future__ import annotations
@@ -261,7 +262,7 @@ def gate_event(dataset: str, trip: GateTrip) -> dg.AssetObservation:
             "gate": dg.MetadataValue.text(trip.gate),
             "rate": dg.MetadataValue.float(round(trip.rate_and_bound[0], 6)),
             "bound": dg.MetadataValue.float(round(trip.rate_and_bound[1], 6)),
-            "rows": dg.MetadataValue.int(trip.stretch.rows),
+            "gate_rows": dg.MetadataValue.int(trip.stretch.rows),
             **({} if trip.scale else {"marked": dg.MetadataValue.int(int(trip.stretch.marked))}),
             "row_ids": dg.MetadataValue.json(list(trip.row_ids)),
             "go_on": dg.MetadataValue.text(f"batch-assets adjust {dataset} --accept {trip.gate}"),
@@ -289,8 +290,8 @@ def progress_event(
         metadata={
             "decision": dg.MetadataValue.text("progress"),
             "rows_done": dg.MetadataValue.int(rows_done),
-            "rows": dg.MetadataValue.int(rows),
-            "rows_per_second": dg.MetadataValue.float(round(rows_per_second, 2)),
+            "run_rows": dg.MetadataValue.int(rows),
+            "run_rows_per_second": dg.MetadataValue.float(round(rows_per_second, 2)),
             **({} if seconds_left is None else {"seconds_left": dg.MetadataValue.float(round(seconds_left, 1))}),
             **({} if usd_spent is None else {"usd_spent": dg.MetadataValue.float(round(usd_spent, 6))}),
             "reason": dg.MetadataValue.text(sentence),
@@ -323,9 +324,9 @@ def bill_event(dataset: str, leased: LeasedEngine, reason: str) -> dg.AssetObser
         metadata={
             "decision": dg.MetadataValue.text("give back"),
             **_instance(leased),
-            "rows": dg.MetadataValue.int(spent.rows),
-            "prompt_tokens": dg.MetadataValue.int(spent.prompt_tokens),
-            "completion_tokens": dg.MetadataValue.int(spent.completion_tokens),
+            "lease_rows": dg.MetadataValue.int(spent.rows),
+            "lease_prompt_tokens": dg.MetadataValue.int(spent.prompt_tokens),
+            "lease_completion_tokens": dg.MetadataValue.int(spent.completion_tokens),
             "tokens_per_second": dg.MetadataValue.float(round(tokens / seconds, 1) if seconds else 0.0),
             "useful_usd": dg.MetadataValue.float(round(spent.useful_seconds * price, 8)),
             "wasted_usd": dg.MetadataValue.float(round(spent.wasted_seconds * price, 8)),

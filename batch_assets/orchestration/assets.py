@@ -523,7 +523,8 @@ def judged_asset(spec: GeneratedDatasetSpec) -> dg.AssetsDefinition:
         except BadCondition as error:
             raise dg.Failure(f"{spec.name}: {error}", allow_retries=False) from None
         return dg.MaterializeResult(
-            data_version=dg.DataVersion(table.version), metadata=judged_metadata(data, table, report)
+            data_version=dg.DataVersion(table.version),
+            metadata=judged_metadata(data, table, report, samples=spec.show_samples),
         )
 
     return counted
@@ -555,7 +556,8 @@ def passed_asset(spec: GeneratedDatasetSpec, folder: Path) -> dg.AssetsDefinitio
         except BadCondition as error:
             raise dg.Failure(f"{spec.name}: {error}", allow_retries=False) from None
         return dg.MaterializeResult(
-            data_version=dg.DataVersion(table.version), metadata=passed_metadata(data, table, report)
+            data_version=dg.DataVersion(table.version),
+            metadata=passed_metadata(data, table, report, samples=spec.show_samples, judged=spec.judge is not None),
         )
 
     return passed

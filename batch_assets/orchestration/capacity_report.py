@@ -44,7 +44,11 @@ def done_event(target: DatasetTarget, ended: RequestSummary, now: float) -> dg.A
         said += f", of a budget of {format_usd(target.budget_usd)} $"
     if ended.missing:
         said += f": {to_go_on(target.dataset)} goes on from there"
-    numbers = {"seconds": target.age, "usd": ended.usd_spent, "wasted_usd": ended.usd_wasted}
+    numbers = {
+        "request_seconds": target.age,
+        "request_usd": ended.usd_spent,
+        "request_wasted_usd": ended.usd_wasted,
+    }
     return dg.AssetObservation(
         asset_key=ledger.rows_key(target.dataset),
         description=said,

@@ -3,8 +3,11 @@
 import dagster as dg
 from dagster._core.definitions import data_version as dagster_data_version
 from dagster._core.storage import tags as dagster_tags
+from support.engine_supply import OFFER
 
 from batch_assets.catalog import ledger
+from batch_assets.gates.quality_gates import GateTrip, Stretch
+from batch_assets.orchestration.capacity_report import done_event
 from batch_assets.tags import (
     CODE_VERSION_TAG,
     DATA_VERSION_TAG,
@@ -17,6 +20,10 @@ from batch_assets.tags import (
     USER_PROVIDED_TAG,
     WILL_RETRY_TAG,
 )
+from gpu_runner.fleet_database.capacity_plan import CapacityMemory, RequestSummary
+from gpu_runner.fleet_database.database import Lease
+from gpu_runner.fleet_database.targets import DatasetTarget
+from resources.fleet.leased_engine import LeasedEngine
 from resources.objects.opening import open_objects
 from resources.store.dataset_store import BatchFooter, DatasetStore
 
@@ -69,3 +76,26 @@ def test_an_entry_says_rows_tokens_speed_and_object_as_numbers(tmp_path):
     assert values["rows"] == values["dagster/partition_row_count"] == 250
     assert (values["ok"], values["dead"], values["rows_per_second"]) == (249, 1, 62.5)
     assert values["object"].endswith("d/batches/00001/0123456789abcdef-g2.parquet")
+
+
+def test_a_plot_of_batches_has_no_points_of_runs_leases_and_requests(tmp_path):
+    """Dagster draws all numbers of one name in one plot, over time, whatever event has them."""
+    footer = FOOTER.model_copy(update={"mean_score": 3.0, "usd": 0.1, "bytes": 9})
+    batch = ledger.batch_event(DatasetStore(open_objects(str(tmp_path)), "d"), footer, "s1")
+    leased = LeasedEngine("http://127.0.0.1:1", None, 8, "sim", "h100", lease=Lease("i1", 1, "run", "d"), offer=OFFER)
+    trip = GateTrip("empty", "are empty", Stretch(100, 60), 0.5, ("a",))
+    target = DatasetTarget(
+        "d", 1, "q", 0.0, 9.0, None, None, None, "", None, (), None, CapacityMemory(), None, None, 1.0
+    )
+    others = [
+        ledger.progress_event("d", 10, 500, 2.5, "10 of 500 rows", 3.0, 0.1),
+        ledger.lease_event("d", leased),
+        ledger.bill_event("d", leased, "nothing is left"),
+        ledger.gate_event("d", trip),
+        done_event(target, RequestSummary(), 9.0),
+    ]
+    numbers = (dg.IntMetadataValue, dg.FloatMetadataValue)
+    plotted = {name for name, value in batch.metadata.items() if isinstance(value, numbers)}
+    assert plotted >= {"rows", "seconds", "usd", "mean_score", "dead_rate"}
+    for other in others:
+        assert not plotted & {name for name, value in other.metadata.items() if isinstance(value, numbers)}

@@ -15,6 +15,7 @@ from support.snapshots import SourceRow, commit, questions, write_snapshot
 from typer.testing import CliRunner
 
 import batch_assets
+from batch_assets.asset_metadata.materialization import passed_metadata
 from batch_assets.cli.dataset_commands.declared_changes import DeclaredChanges
 from batch_assets.cli.main import app
 from batch_assets.component import dataset_definitions, spec_version
@@ -103,6 +104,18 @@ def test_rows_pass_or_fall_out_by_rules_and_keep_their_flags(any_objects: Object
     assert table.completion_tokens == passed["completion_tokens"].sum()
     assert published_table(store) == before, "the dataset's own table stays as it is"
     assert not list(tmp_path.glob("*.parquet"))
+
+
+def test_rows_that_pass_stand_on_their_page_and_none_where_none_pass(local_objects: Objects, tmp_path: Path) -> None:
+    store = published(local_objects, tmp_path)
+    table, report = run(store, tmp_path)
+    told = passed_metadata(store, table, report, samples=True)
+    assert list(told)[:2] == ["first_rows", "sample_rows"] and str(told["sample_rows"].value).startswith(
+        "10 of 29 rows"
+    )
+    nothing = {"level": {"where": "level > 99", "remove": True}}
+    table, report = run(store, tmp_path, nothing)
+    assert (table.rows, next(iter(passed_metadata(store, table, report, samples=True)))) == (0, "rows")
 
 
 def test_a_changed_rule_makes_another_version_and_the_same_rule_none(local_objects: Objects, tmp_path: Path) -> None:

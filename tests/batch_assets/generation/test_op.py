@@ -83,8 +83,8 @@ def test_the_page_of_a_run_has_rows_and_rate(
     seen = [one.asset_observation for one in reversed(records) if one.asset_observation is not None]
     told = [one for one in seen if one.metadata["decision"].value == "progress"]
     assert len(told) >= 2
-    assert told[-1].metadata["rows_done"].value == told[-1].metadata["rows"].value == 60
-    assert told[-1].metadata["rows_per_second"].value > 0
+    assert told[-1].metadata["rows_done"].value == told[-1].metadata["run_rows"].value == 60
+    assert told[-1].metadata["run_rows_per_second"].value > 0
     assert str(told[-1].description).startswith("60 of 60 rows, ")
 
 

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.snapshots import SourceRow, commit, write_snapshot
 
+from batch_assets.asset_metadata.materialization import judged_metadata, passed_metadata
 from batch_assets.exports.export import export
 from batch_assets.filtering.passed_table import PassedStore, filtered
 from batch_assets.judging.judged_table import JudgeReport, is_current, judged, judged_store, rows_store
@@ -107,6 +108,33 @@ def test_a_row_has_the_mean_of_its_votes_and_how_far_they_agree(tmp_path: Path) 
     assert (table.rows, table.ok, table.dead, report.rows, report.unscored) == (3, 2, 1, 3, 1)
     assert (report.votes, report.lost, report.lost_by) == (9, 5, {"prompt_too_long": 3, "unreadable": 2})
     assert report.figures["score"] == 4.0, "a lost vote is no vote, and not a 0"
+
+
+def test_judged_rows_and_those_that_pass_stand_on_their_pages_with_their_scores(tmp_path: Path) -> None:
+    """As of the table itself: rows above all else, and of each column what it holds."""
+    spec = judging({**POINTWISE, "accept": "score >= 4"})
+    found = voted(spec, tmp_path, [("a1", score(5)), ("b1", score(2)), ("c1", DEAD)])
+    table, report = found.table()
+    told = judged_metadata(found.store, table, report, samples=True)
+    assert list(told)[:2] == ["first_rows", "sample_rows"]
+    lines = str(told["first_rows"].value).splitlines()
+    assert lines[0] == "| prompt → score · output |"
+    assert lines[2:] == [
+        *("| Why? |", r"| → 5\.0 · text of a1 |"),
+        *("| Why? |", r"| → 2\.0 · text of b1 |"),
+        *("| Why? |", "| → – · text of c1 |"),
+    ]
+    assert "| row\\_id | topic | prompt | score | output |" in str(told["sample_rows"].value)
+    meanings = {column.name: column.description for column in told["columns"].value.columns}
+    assert meanings["topic"] == "column of the source" and meanings["lost"].startswith("votes that do not count")
+    assert spec.rules is not None
+    rows, target = rows_store(spec, found.store), PassedStore(found.store)
+    passed, filtering = filtered(rows, spec.rules, base=tmp_path, now=3.0, workdir=tmp_path, target=target)
+    told = passed_metadata(found.store, passed, filtering, samples=True, judged=True)
+    assert next(iter(told)) == "first_rows" and str(told["first_rows"].value).count("text of") == 1
+    assert "flags" in {column.name for column in told["columns"].value.columns}
+    for hidden in (judged_metadata(found.store, table, report), passed_metadata(found.store, passed, filtering)):
+        assert "text of" not in str(hidden)
 
 
 def test_a_score_of_each_criterion_is_a_column(tmp_path: Path) -> None:
