@@ -6,13 +6,16 @@ opened, written and synchronised with the disk. A run over 500 batches writes 50
 DAGSTER_EVENT_BATCH_SIZE is set; its Postgres storage then writes materializations and observations together, but
 planned events one by one, and its SQLite storage everything. Here both write all three together.
 
-An event is the same, whichever way it was written. When a group cannot be written, Dagster writes its events one by
-one. Of a run that is for some partitions of its range (`only` in the config of its op), planned events of the others
-are left out. What is private to Dagster is held by `tests/batch_assets/dagster_internals/test_event_batches.py`.
+An event is the same, whichever way it was written, but for its time: of materializations and observations no two of a
+group are of one millisecond, as Dagster's UI lists one event of an asset for each. When a group cannot be written,
+Dagster writes its events one by one. Of a run that is for some partitions of its range (`only` in the config of its
+op), planned events of the others are left out. What is private to Dagster is held by
+`tests/batch_assets/dagster_internals/test_event_batches.py`.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -34,6 +37,7 @@ from dagster._core.storage.event_log.sql_event_log import SqlEventLogStorage
 
 REPLACED = "store_event_batch"
 ROWS = "__rows"  # end of the names of ops whose runs may be for some partitions of their range
+APART = 0.00101  # seconds between two events: more than a millisecond, as their times are rounded
 SIZE_VARIABLE, SIZE = "DAGSTER_EVENT_BATCH_SIZE", 500
 KINDS = frozenset(
     {
@@ -138,9 +142,20 @@ def _in_groups(store: Store, config: Configured) -> Store:
     def store_event_batch(events: Sequence[EventLogEntry]) -> None:
         for _, group in groupby(events, of):
             if meant := _meant(list(group), config):
-                store(meant)
+                store(_apart(meant))
 
     return store_event_batch
+
+
+def _apart(events: Sequence[EventLogEntry]) -> Sequence[EventLogEntry]:
+    """The last keeps its time; those before it are as much earlier as it takes, half a second for 500."""
+    if events[0].dagster_event_type == dg.DagsterEventType.ASSET_MATERIALIZATION_PLANNED:
+        return events
+    at, found = math.inf, []
+    for event in reversed(events):
+        at = min(event.timestamp, at - APART)
+        found.append(event._replace(timestamp=at))
+    return found[::-1]
 
 
 def _postgres(storage: SqlEventLogStorage) -> Store:

@@ -3,6 +3,7 @@
 What `event_batches.py` leans on is private to Dagster: when it changes, these tests fail.
 """
 
+import time
 from collections.abc import Iterator
 
 import dagster as dg
@@ -65,6 +66,18 @@ def test_what_is_reported_together_is_what_is_reported_one_by_one(instance: dg.D
     newest = instance.get_latest_materialization_event(ROWS)
     assert newest is not None and newest.asset_materialization is not None
     assert newest.asset_materialization.partition == KEYS[1109]
+
+
+def test_each_event_has_a_millisecond_of_its_own_as_the_ui_lists_one_for_each(instance: dg.DagsterInstance):
+    """Of a run that committed seven batches at once, the page of `rows` (Events) listed one."""
+    before = time.time()
+    report_together(instance, (made(key) for key in KEYS[:200]))
+    kind = dg.DagsterEventType.ASSET_MATERIALIZATION
+    found = instance.event_log_storage.get_event_records(dg.EventRecordsFilter(kind, ROWS), ascending=True)
+    times = [int(record.timestamp * 1000) for record in found]
+    assert times == sorted(set(times)) and len(times) == 200
+    assert [record.event_log_entry.timestamp for record in found] == [record.timestamp for record in found]
+    assert before - 1 < found[0].timestamp and found[-1].timestamp <= time.time()
 
 
 def test_nothing_is_reported_of_nothing(instance: dg.DagsterInstance):
