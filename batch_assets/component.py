@@ -156,6 +156,7 @@ def dataset_definitions(spec: GeneratedDatasetSpec, folder: Path, broken: SpecEr
                 cron_schedule=spec.schedule,
                 execution_timezone=spec.timezone,
                 default_status=dg.DefaultScheduleStatus.RUNNING,
+                description=f"Refreshes {spec.name}: reads its source; what changed is then generated and published.",
             )
         )
     return dg.Definitions(
@@ -184,7 +185,7 @@ def chain_jobs(specs: Mapping[str, GeneratedDatasetSpec]) -> list[UnresolvedAsse
                     selection=dg.AssetSelection.assets(ledger.prompts_key(first)),
                     tags={REFRESH_TAG: first, UPSTREAM_TAG: specs[name].accepted_by},
                     description=f"Refresh {', '.join([first, *others])}, one after the other: each when the table that "
-                    "it reads is published. Tags say deadline and budget of the whole.",
+                    "it reads is published. The tags `batch/deadline` and `batch/budget_usd` are those of the whole.",
                 )
             )
     return found

@@ -66,7 +66,11 @@ def _tell(fleet: GpuFleet, why: str) -> None:
     Alerts(config, {}).tell([Alert("backup", "platform", f"The databases were not backed up: {why}")])
 
 
-backup_job = dg.define_asset_job("backup", selection=dg.AssetSelection.assets(BACKUPS_KEY))
+backup_job = dg.define_asset_job(
+    "backup",
+    selection=dg.AssetSelection.assets(BACKUPS_KEY),
+    description="Back the databases up into the store, and delete backups that are not kept.",
+)
 
 
 def backup_schedule() -> dg.ScheduleDefinition:

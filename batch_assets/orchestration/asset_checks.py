@@ -17,11 +17,14 @@ from resources.store.dataset_store import BatchEntry, DatasetStore, SnapshotMani
 _CATALOG = "catalog_matches_store"
 ON_TIME = "on_time"
 CURRENT = "batches_current"
+NOT_PAUSED = "not_paused"
 SHOWN_BATCHES = 20
+ALL_THERE = "Nothing is paused: all rows are there."
 _DESCRIPTIONS = {
     **CHECKS,
     _CATALOG: "Every batch object of the snapshot is in the catalog, at its data version and generation.",
     CURRENT: "No batch of an earlier snapshot is left. Dagster counts such a batch as materialized.",
+    NOT_PAUSED: "What is being made is not paused: by a gate, because most rows that came are bad, or by its budget.",
     ON_TIME: "The rows were done by their deadline; while they are being made: they are expected to be.",
 }
 
@@ -56,6 +59,7 @@ def check_results(
     newest = store.current_snapshot() or manifest.snapshot  # which may be another one by now
     stale = StaleBatches.of(newest, store.entries(newest), versions)
     results += [_catalog_result(store, manifest, versions), stale.result(store.dataset), on_time_result(target)]
+    results.append(dg.AssetCheckResult(check_name=NOT_PAUSED, passed=True, description=ALL_THERE))
     return list(_as_declared(spec, results))
 
 
@@ -152,7 +156,7 @@ class StaleBatches:
             "metadata": {
                 "snapshot": self.snapshot,
                 "stale": len(self.keys),
-                "first": ", ".join(self.keys[:SHOWN_BATCHES]),
+                **_first(self.keys),
             },
         }
 
@@ -169,9 +173,13 @@ def _catalog_result(
     return dg.AssetCheckResult(
         check_name=_CATALOG,
         passed=not wrong,
-        description=f"{len(wrong)} of {manifest.batches} batches differ",
-        metadata={"differing": len(wrong), "first": ", ".join(wrong[:SHOWN_BATCHES])},
+        description=f"{len(wrong)} of {manifest.batches} batches differ.",
+        metadata={"differing": len(wrong), **_first(wrong)},
     )
+
+
+def _first(keys: Sequence[str]) -> dict[str, str]:
+    return {"first_batches": ", ".join(keys[:SHOWN_BATCHES])} if keys else {}
 
 
 def _unlike_catalog(

@@ -7,8 +7,8 @@ import dagster as dg
 from batch_assets.capacity_planning.decision import Decision
 from batch_assets.catalog import ledger
 from batch_assets.durations import duration
-from batch_assets.orchestration.asset_checks import ON_TIME, to_go_on
-from gpu_runner.fleet_database.capacity_plan import PauseKind, RequestSummary
+from batch_assets.orchestration.asset_checks import NOT_PAUSED, ON_TIME, to_go_on
+from gpu_runner.fleet_database.capacity_plan import Pause, PauseKind, RequestSummary
 from gpu_runner.fleet_database.targets import DatasetTarget
 from gpu_runner.fleet_database.wait_reason import WaitReason
 from gpu_runner.money import format_usd
@@ -28,6 +28,30 @@ def check_event(report: Decision) -> dg.AssetCheckEvaluation:
             "deadline": dg.MetadataValue.timestamp(report.now + (report.wanted.deadline or 0.0)),
             **_expected(report),
         },
+    )
+
+
+def pause_event(dataset: str, pause: Pause | None) -> dg.AssetCheckEvaluation:
+    """The check `not_paused` of the table: why nothing is made, and what goes on; None: it goes on, or has ended."""
+    said = "Nothing is paused."
+    if pause is not None:
+        said = f"paused: {pause.describe()}; {_goes_on(dataset, pause)}"
+    return dg.AssetCheckEvaluation(
+        asset_key=ledger.table_key(dataset),
+        check_name=NOT_PAUSED,
+        passed=pause is None,
+        severity=dg.AssetCheckSeverity.WARN,
+        description=said,
+    )
+
+
+def _goes_on(dataset: str, pause: Pause) -> str:
+    if pause.kind is not PauseKind.QUALITY:
+        return f"`batch-assets adjust {dataset} --budget-usd …` goes on, when it is enough"
+    accepted = " ".join(f"--accept {gate}" for gate, _ in pause.gates)
+    return (
+        f"mend the prompt or the sampling and start the job `{dataset}_refresh`, or `batch-assets adjust {dataset} "
+        f"{accepted}` goes on as it is"
     )
 
 
@@ -53,6 +77,7 @@ def done_event(target: DatasetTarget, ended: RequestSummary, now: float) -> dg.A
         asset_key=ledger.rows_key(target.dataset),
         description=said,
         metadata={
+            "reason": dg.MetadataValue.text(said),
             "decision": dg.MetadataValue.text("capacity"),
             "kind": dg.MetadataValue.text("done"),
             "request": dg.MetadataValue.text(target.request),
@@ -60,7 +85,6 @@ def done_event(target: DatasetTarget, ended: RequestSummary, now: float) -> dg.A
             **{name: dg.MetadataValue.float(round(float(value), 6)) for name, value in numbers.items()},
             "missing_batches": dg.MetadataValue.int(ended.missing),
             **({} if ended.on_time is None else {"on_time": dg.MetadataValue.bool(ended.on_time)}),
-            "reason": dg.MetadataValue.text(said),
         },
     )
 

@@ -28,7 +28,7 @@ from batch_assets.catalog import ledger
 from batch_assets.catalog.backfills import last_done_at
 from batch_assets.orchestration.active_request import ActiveDataset
 from batch_assets.orchestration.assets import set_pool
-from batch_assets.orchestration.capacity_report import alerts_of, check_event, done_event, requests_fail
+from batch_assets.orchestration.capacity_report import alerts_of, check_event, done_event, pause_event, requests_fail
 from batch_assets.orchestration.request_summary import request_status, summary_of
 from batch_assets.sensors.instance import fleet_database_of, instance_of
 from batch_assets.sensors.open_datasets import Datasets, Open, OpenDatasets, Seen
@@ -103,7 +103,8 @@ class _Ticks:
         events: list[Any] = []
         for target, missing in seen.over:
             events += _finish(context, fleet_db, target, missing)
-            announced.pop(target.dataset, None)
+            if announced.pop(target.dataset, {}).get("paused"):
+                events.append(pause_event(target.dataset, None))
         reports = answer(instance_of(context), fleet_db, around, seen.questions, self._timing)
         for report in reports:
             events += _announce(report, announced)
@@ -130,7 +131,11 @@ def _announce(report: Decision, announced: dict[str, dict[str, Any]]) -> list[An
     events: list[Any] = [] if known else [observation(report, ledger.rows_key(report.dataset))]
     if report.on_time is not None and report.on_time != before.get("on_time"):
         events.append(check_event(report))
-    announced[report.dataset] = {"signature": report.signature, "on_time": report.on_time, "leaving": leaving}
+    paused = report.command.pause is not None
+    if paused != before.get("paused", False):
+        events.append(pause_event(report.dataset, report.command.pause))
+    told = {"signature": report.signature, "on_time": report.on_time, "leaving": leaving, "paused": paused}
+    announced[report.dataset] = told
     return events
 
 

@@ -68,9 +68,8 @@ def chain_sensor(
         jobs=list(jobs.values()),
         minimum_interval_seconds=WOKEN_SECONDS,
         default_status=dg.DefaultSensorStatus.RUNNING,
-        description="Refreshes the next dataset of a chain when the table that it reads is published "
-        "(`batch-assets run NAME --upstream`, or the job `NAME_refresh_upstream`), and one that wants more accepted "
-        "rows once more.",
+        description="Refreshes the next dataset of a chain when the table that it reads is published (batch-assets run "
+        "NAME --upstream, or the job NAME_refresh_upstream), and one that wants more accepted rows once more.",
     )
     def chain(context: dg.SensorEvaluationContext) -> dg.SensorResult:
         instance, begun = instance_of(context), set[str]()

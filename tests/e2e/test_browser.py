@@ -137,7 +137,7 @@ def test_a_person_makes_a_dataset_in_the_ui(tmp_path: Path, monkeypatch: pytest.
         eventually(lambda: lineage_is_green(ui), 60, "a green lineage")
         ui.shot("lineage")
         ui.open_asset("dataset", "checks")
-        eventually(lambda: ui.text().count("Succeeded") == 8, 30, "eight checks that succeeded")
+        eventually(lambda: ui.text().count("Succeeded") == 11, 30, "eleven checks that succeeded")
         ui.shot("checks")
         assert len(site.published_rows()) == 1000
 

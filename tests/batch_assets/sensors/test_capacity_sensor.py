@@ -172,7 +172,7 @@ def test_when_all_is_done_the_story_stays_and_the_command_goes(site: SensorDatas
     site.commit(*KEYS)
     told = observed(events(site))
     assert (told["kind"], told["request"], told["on_time"]) == ("done", request, True)
-    assert told["usd"] == pytest.approx(0.8, rel=0.01)
+    assert told["request_usd"] == pytest.approx(0.8, rel=0.01)
     target = site.fleet_db.target("d")
     assert target is not None
     assert (target.request, target.instances, target.budget_usd, target.deadline_at) == ("", 1, None, None)
@@ -224,6 +224,31 @@ def test_a_budget_that_is_spent_pauses_the_work_and_a_raised_one_resumes_it(site
     assert told["instances"] == 1 and "pause" not in told
     target = site.fleet_db.target("d")
     assert target is not None and (target.pause, target.budget_usd) == (None, 5.0)
+
+
+def pauses(found: list[Any]) -> list[tuple[bool, str | None]]:
+    """What the check `not_paused` says."""
+    checks = [one for one in found if isinstance(one, dg.AssetCheckEvaluation) and one.check_name == "not_paused"]
+    assert all(one.asset_key == ledger.table_key("d") for one in checks)
+    return [(one.passed, one.description) for one in checks]
+
+
+def test_a_pause_shows_as_a_check_of_the_table_until_it_goes_on(site: SensorDataset) -> None:
+    large(site)
+    request = site.request()
+    assert not pauses(events(site))
+    site.fleet_db.trip_gate("d", "refused", "gate refused: 90 of the last 100 rows (90%) refuse the request")
+    ((passed, said),) = pauses(events(site))
+    assert not passed and said == (
+        "paused: gate refused: 90 of the last 100 rows (90%) refuse the request; mend the prompt or the sampling and "
+        "start the job `d_refresh`, or `batch-assets adjust d --accept refused` goes on as it is"
+    )
+    site.fleet_db.accept_gates("d", ["refused"])
+    assert pauses(events(site)) == [(True, "Nothing is paused.")]
+    site.fleet_db.trip_gate("d", "empty", "gate empty: all")
+    assert [passed for passed, _ in pauses(events(site))] == [False]
+    site.instance.add_run_tags(request, {CANCELED_TAG: "true"})
+    assert pauses(events(site)) == [(True, "Nothing is paused.")], "given up, it is not paused any more"
 
 
 def test_an_operators_word_counts_before_the_yaml(site: SensorDataset) -> None:

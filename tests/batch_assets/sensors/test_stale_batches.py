@@ -83,7 +83,7 @@ def test_it_is_a_warning_with_the_first_batches_and_their_number(site: SensorDat
     assert {name: value.value for name, value in event.metadata.items()} == {
         "snapshot": site.store.current_snapshot(),
         "stale": 12,
-        "first": ", ".join(KEYS),
+        "first_batches": ", ".join(KEYS),
     }
 
 
