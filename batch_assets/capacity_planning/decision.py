@@ -112,6 +112,7 @@ def observation(decision: Decision, asset: dg.AssetKey) -> dg.AssetObservation:
         asset_key=asset,
         description=command.reason,
         metadata={
+            "reason": dg.MetadataValue.text(command.reason),
             "decision": dg.MetadataValue.text("capacity"),
             "kind": dg.MetadataValue.text(command.kind),
             "request": dg.MetadataValue.text(target.request),
@@ -127,7 +128,6 @@ def observation(decision: Decision, asset: dg.AssetKey) -> dg.AssetObservation:
             **({"retire": dg.MetadataValue.text(", ".join(command.retire))} if command.retire else {}),
             **({"pause": dg.MetadataValue.text(command.pause.describe())} if command.pause else {}),
             "next_best": dg.MetadataValue.text("; ".join(words(one) for one in plan.next_best) or "none"),
-            "reason": dg.MetadataValue.text(command.reason),
         },
     )
 

@@ -193,10 +193,12 @@ def void_event(
         partition=key,
         description=f"Void: {reason}",
         metadata={
+            "reason": dg.MetadataValue.text(
+                f"Void: {reason}. Dagster shows the batch as materialized; it counts as missing until it is made again."
+            ),
             "rows": dg.MetadataValue.int(0),
             "dagster/partition_row_count": dg.MetadataValue.int(0),
             "generation": dg.MetadataValue.int(version.generation),
-            "reason": dg.MetadataValue.text(reason),
             **({} if sha256 is None else {"sha256": dg.MetadataValue.text(sha256)}),
         },
         tags=version_tags(dataset, version.voided().tag, snapshot),
@@ -217,10 +219,10 @@ def anew_event(
         partition=entry.key,
         description=f"To be made anew: {reason}",
         metadata={
+            "reason": dg.MetadataValue.text(f"To be made anew: {reason}"),
             "rows": dg.MetadataValue.int(0),
             "dagster/partition_row_count": dg.MetadataValue.int(0),
             "generation": dg.MetadataValue.int(version.generation),
-            "reason": dg.MetadataValue.text(reason),
             **({"where": dg.MetadataValue.text(where)} if where else {}),
             **({"model": dg.MetadataValue.text(former)} if former else {}),
         },
@@ -235,6 +237,7 @@ def move_event(dataset: str, decision: Migration) -> dg.AssetObservation:
         asset_key=rows_key(dataset),
         description=decision.sentence,
         metadata={
+            "reason": dg.MetadataValue.text(decision.sentence),
             "decision": dg.MetadataValue.text("move"),
             "instance": dg.MetadataValue.text(decision.instance),
             "from": dg.MetadataValue.text(old.name),
@@ -246,7 +249,6 @@ def move_event(dataset: str, decision: Migration) -> dg.AssetObservation:
             "boot_seconds": dg.MetadataValue.float(new.boot_seconds),
             "tokens_left": dg.MetadataValue.int(round(decision.tokens_left)),
             "saved_usd": dg.MetadataValue.float(round(decision.saved_usd, 6)),
-            "reason": dg.MetadataValue.text(decision.sentence),
         },
     )
 
@@ -258,6 +260,7 @@ def gate_event(dataset: str, trip: GateTrip) -> dg.AssetObservation:
         asset_key=rows_key(dataset),
         description=sentence,
         metadata={
+            "reason": dg.MetadataValue.text(sentence),
             "decision": dg.MetadataValue.text("gate"),
             "gate": dg.MetadataValue.text(trip.gate),
             "rate": dg.MetadataValue.float(round(trip.rate_and_bound[0], 6)),
@@ -266,7 +269,6 @@ def gate_event(dataset: str, trip: GateTrip) -> dg.AssetObservation:
             **({} if trip.scale else {"marked": dg.MetadataValue.int(int(trip.stretch.marked))}),
             "row_ids": dg.MetadataValue.json(list(trip.row_ids)),
             "go_on": dg.MetadataValue.text(f"batch-assets adjust {dataset} --accept {trip.gate}"),
-            "reason": dg.MetadataValue.text(sentence),
         },
     )
 
@@ -288,13 +290,13 @@ def progress_event(
         asset_key=rows_key(dataset),
         description=sentence,
         metadata={
+            "reason": dg.MetadataValue.text(sentence),
             "decision": dg.MetadataValue.text("progress"),
             "rows_done": dg.MetadataValue.int(rows_done),
             "run_rows": dg.MetadataValue.int(rows),
             "run_rows_per_second": dg.MetadataValue.float(round(rows_per_second, 2)),
             **({} if seconds_left is None else {"seconds_left": dg.MetadataValue.float(round(seconds_left, 1))}),
             **({} if usd_spent is None else {"usd_spent": dg.MetadataValue.float(round(usd_spent, 6))}),
-            "reason": dg.MetadataValue.text(sentence),
         },
     )
 
@@ -305,9 +307,9 @@ def lease_event(dataset: str, leased: LeasedEngine) -> dg.AssetObservation:
         asset_key=rows_key(dataset),
         description=f"{leased.name}: {leased.why}",
         metadata={
+            "reason": dg.MetadataValue.text(leased.why),
             "decision": dg.MetadataValue.text("lease"),
             **_instance(leased),
-            "reason": dg.MetadataValue.text(leased.why),
         },
     )
 
@@ -322,6 +324,7 @@ def bill_event(dataset: str, leased: LeasedEngine, reason: str) -> dg.AssetObser
         asset_key=rows_key(dataset),
         description=f"{leased.name} given back: {reason}",
         metadata={
+            "reason": dg.MetadataValue.text(reason),
             "decision": dg.MetadataValue.text("give back"),
             **_instance(leased),
             "lease_rows": dg.MetadataValue.int(spent.rows),
@@ -330,7 +333,6 @@ def bill_event(dataset: str, leased: LeasedEngine, reason: str) -> dg.AssetObser
             "tokens_per_second": dg.MetadataValue.float(round(tokens / seconds, 1) if seconds else 0.0),
             "useful_usd": dg.MetadataValue.float(round(spent.useful_seconds * price, 8)),
             "wasted_usd": dg.MetadataValue.float(round(spent.wasted_seconds * price, 8)),
-            "reason": dg.MetadataValue.text(reason),
         },
     )
 

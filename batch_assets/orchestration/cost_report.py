@@ -72,10 +72,10 @@ def put_table(objects: Objects, path: str, table: pa.Table) -> None:
 
 
 def table_metadata(columns: Sequence[tuple[str, pa.DataType, str]], rows: int, uri: str) -> dict[str, Any]:
-    """What Dagster shows of a table. `columns`: name, kind, what it holds."""
+    """What Dagster shows of a table, below its figures. `columns`: name, kind, what it holds."""
     return {
         "dagster/row_count": rows,
-        "dagster/column_schema": dg.TableSchema([dg.TableColumn(n, str(kind), about) for n, kind, about in columns]),
+        "columns": dg.TableSchema([dg.TableColumn(n, str(kind), about) for n, kind, about in columns]),
         "dagster/uri": uri,
     }
 
@@ -104,6 +104,7 @@ def spend_metadata(lines: Sequence[SpendLine], today: datetime.date, simulated_u
         table += f"\n\n{_usd(simulated_usd)} $ of it simulated, paid by nobody."
     whole = Summary.of(lines)
     return {
+        "datasets": dg.MetadataValue.md(table),
         "usd_today": round(Summary.of([line for line in lines if line.day == today]).usd, DIGITS),
         "usd_total": round(whole.usd, DIGITS),
         **({"usd_simulated": round(simulated_usd, DIGITS)} if simulated_usd else {}),
@@ -112,7 +113,6 @@ def spend_metadata(lines: Sequence[SpendLine], today: datetime.date, simulated_u
         "tokens": whole.tokens,
         **({"usd_per_1k_rows": round(whole.per_1k_rows, DIGITS)} if whole.per_1k_rows is not None else {}),
         **({"usd_per_million_tokens": round(whole.per_mtok, DIGITS)} if whole.per_mtok is not None else {}),
-        "datasets": dg.MetadataValue.md(table),
     }
 
 

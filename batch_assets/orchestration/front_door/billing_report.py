@@ -78,13 +78,13 @@ def write_billing(objects: Objects, usage: Sequence[UsageLine], spend: Sequence[
     for one in classes.values():
         whole = Margin(whole.used.plus(one.used), whole.gpu_usd + one.gpu_usd)
     return {
+        "classes": dg.MetadataValue.md(classes_markdown(classes)),
         "charged_usd": round(whole.used.usd, DIGITS),
         "gpu_usd": round(whole.gpu_usd, DIGITS),
         "margin_usd": round(whole.margin_usd, DIGITS),
         "requests": whole.used.requests,
         "input_tokens": whole.used.input_tokens,
         "output_tokens": whole.used.output_tokens,
-        "classes": dg.MetadataValue.md(classes_markdown(classes)),
         **table_metadata(COLUMNS, len(lines), objects.uri(PATH)),
     }
 

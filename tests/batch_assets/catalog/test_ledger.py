@@ -99,3 +99,12 @@ def test_a_plot_of_batches_has_no_points_of_runs_leases_and_requests(tmp_path):
     assert plotted >= {"rows", "seconds", "usd", "mean_score", "dead_rate"}
     for other in others:
         assert not plotted & {name for name, value in other.metadata.items() if isinstance(value, numbers)}
+
+
+def test_what_an_event_says_stands_above_its_numbers():
+    """The page of a partition shows no description, that of a run cuts long events off."""
+    version = ledger.LedgerVersion("0123456789abcdef", 2)
+    void = ledger.void_event("d", "00001", version, "s1", "its object is gone", None)
+    told = ledger.progress_event("d", 10, 500, 2.5, "10 of 500 rows")
+    assert [next(iter(one.metadata)) for one in (void, told)] == ["reason", "reason"]
+    assert str(void.metadata["reason"].value).startswith("Void: its object is gone. Dagster shows the batch as ")
