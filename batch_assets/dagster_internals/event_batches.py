@@ -7,7 +7,8 @@ DAGSTER_EVENT_BATCH_SIZE is set; its Postgres storage then writes materializatio
 planned events one by one, and its SQLite storage everything. Here both write all three together.
 
 An event is the same, whichever way it was written, but for its time: of materializations and observations no two of a
-group are of one millisecond, as Dagster's UI lists one event of an asset for each. When a group cannot be written,
+group are of one millisecond, as Dagster's UI lists one event of an asset for each. Those of groups that follow each
+other at once may be. When a group cannot be written,
 Dagster writes its events one by one. Of a run that is for some partitions of its range (`only` in the config of its
 op), planned events of the others are left out. What is private to Dagster is held by
 `tests/batch_assets/dagster_internals/test_event_batches.py`.

@@ -164,7 +164,7 @@ def _generate_range(
         plan = _planned(store, manifest, heartbeat, lambda: plan_range(store, entries, intent, versions, conditions))
         log_together(context, (ledger.batch_event(store, footer, manifest.snapshot) for footer in plan.done))
         if plan.todo:
-            identity = RunIdentity(context.run.run_id, intent, (keys[0], keys[-1]))
+            identity = RunIdentity(context.run.run_id, intent, (keys[0], keys[-1]), gaps=bool(config.only))
             objective = _join_request(context, spec, fleet_db)
             claims = RunClaims(fleet_db, context.run.run_id, store.dataset, heartbeat.ttl)
             run = RangeRun(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -208,13 +208,22 @@ def _again(entry: BatchEntry, generation: int, sound: tuple[BatchObject, ...], i
 
 @dataclass(frozen=True, slots=True)
 class RunIdentity:
-    """Which run this is, and the range that names its journal."""
+    """Which run this is, and the range that names its journal. `gaps`: batches of the range are others'."""
 
     run_id: str
     intent: Intent
     key_range: tuple[str, str]
+    gaps: bool = False
 
     @property
     def writer(self) -> JournalWriter:
         """As whom it writes to the journal."""
         return JournalWriter(self.run_id, self.key_range, self.intent.purpose)
+
+    def has_all(self, first: str, last: str, keys: Collection[str]) -> bool:
+        """Whether every batch from `first` to `last` is this run's. `keys`: of its batches. Of a range with gaps that
+        is known of one batch, and of the whole range of a run that it continues.
+        """
+        if self.gaps:
+            return (first, last) == self.key_range or (first == last and first in keys)
+        return self.key_range[0] <= first and last <= self.key_range[1]

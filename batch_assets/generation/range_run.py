@@ -542,11 +542,11 @@ class RangeRun:
 
     def _nobody_asks(self) -> Callable[[SubmittedBatch], bool] | None:
         """Whether the rows of a batch that was sent are all committed; None: not those of this run."""
-        first, last = self.identity.key_range
+        keys = self._job.keys
 
         def committed(record: SubmittedBatch) -> bool:
             found = range_of_record(record)
-            return found is not None and first <= found[0] and found[1] <= last
+            return found is not None and self.identity.has_all(*found, keys)
 
         return None if self._job.missing() else committed
 

@@ -40,7 +40,7 @@ from gpu_runner.money import round_up_usd
 from gpu_runner.offers.offer import Objective
 from gpu_runner.planner.budget import needed_usd
 from gpu_runner.planner.controller import Command
-from gpu_runner.planner.types import ControlTiming, HeldInstance, Plan, Target
+from gpu_runner.planner.types import ControlTiming, Plan, Target
 from resources.alerts import Alert, AlertConfig, Alerts
 from resources.fleet.fleet_config import ENDPOINT_VARIABLE
 from resources.fleet.resource import FleetConfigError, GpuFleet
@@ -109,6 +109,9 @@ class _Ticks:
         for report in reports:
             events += _announce(report, announced)
             seen.said.append(f"{report.dataset}: {report.reason}")
+        for one in seen.questions:
+            if one.open.work is None:  # nothing is decided about a regenerate: its gates pause it
+                events += _announce_pause(one.spec.name, one.target.pause, announced)
         ended = [target for target, _ in seen.over]
         more = [*overdue(seen.questions), *failing(seen.questions)]
         _tell(fleet_db, around.config.alerts, reports, ended, more)
@@ -131,12 +134,22 @@ def _announce(report: Decision, announced: dict[str, dict[str, Any]]) -> list[An
     events: list[Any] = [] if known else [observation(report, ledger.rows_key(report.dataset))]
     if report.on_time is not None and report.on_time != before.get("on_time"):
         events.append(check_event(report))
-    paused = report.command.pause is not None
-    if paused != before.get("paused", False):
-        events.append(pause_event(report.dataset, report.command.pause))
-    told = {"signature": report.signature, "on_time": report.on_time, "leaving": leaving, "paused": paused}
-    announced[report.dataset] = told
-    return events
+    announced[report.dataset] = {
+        "signature": report.signature,
+        "on_time": report.on_time,
+        "leaving": leaving,
+        "paused": before.get("paused"),
+    }
+    return events + _announce_pause(report.dataset, report.command.pause, announced)
+
+
+def _announce_pause(dataset: str, pause: Pause | None, announced: dict[str, dict[str, Any]]) -> list[Any]:
+    """An event where the request is paused by something else than at the last tick, or no more."""
+    told = announced.setdefault(dataset, {})
+    why = None if pause is None else [pause.kind.value, *(gate for gate, _ in pause.gates)]
+    before = told.get("paused") or None
+    told["paused"] = why
+    return [] if why == before else [pause_event(dataset, pause)]
 
 
 def overdue(questions: Sequence[Open]) -> list[Alert]:
@@ -230,7 +243,7 @@ def _answer(
         report.command = _unless_refused(report.command, question, spend.usd, report.plan, timing)
     report.command = _with_enough(report.command, spend.usd)
     if target.pause is not None and target.pause.kind is PauseKind.QUALITY:
-        report.command = paused_by_gates(target.pause, asked.held)
+        report.command = paused_by_gates(target.pause, [one.name for one in around.of(spec.name)])
     report.idle = around.idle(spec.name, timing.tick) if _bounded(target) else ()
     return _write(fleet_db, report)
 
@@ -291,11 +304,10 @@ def _unless_refused(command: Command, question: Open, spent: float, plan: Plan, 
     return dataclasses.replace(command, pause=Pause(PauseKind.LEASE_REFUSED, refused.words(), enough), kind="paused")
 
 
-def paused_by_gates(pause: Pause, held: Sequence[HeldInstance]) -> Command:
-    """Nothing is leased until somebody has accepted the gates, and what is held ends."""
-    names = tuple(one.instance for one in held)
-    drained = tuple(Assignment(name) for name in names)
-    return Command(0, (), names, pause=pause, kind="paused", reason=pause.text, assignments=drained)
+def paused_by_gates(pause: Pause, held: Sequence[str]) -> Command:
+    """Nothing is leased until somebody has accepted the gates, and what is held, by name, ends."""
+    drained = tuple(Assignment(name) for name in held)
+    return Command(0, (), tuple(held), pause=pause, kind="paused", reason=pause.text, assignments=drained)
 
 
 def _with_enough(command: Command, spent: float) -> Command:

@@ -35,9 +35,10 @@ def reconcile_sensor(datasets: Callable[[], Mapping[str, Any]], store: BatchStor
     def sensor(context: dg.SensorEvaluationContext) -> dg.SkipReason:
         instance = instance_of(context)
         names = sorted(datasets())
-        time_left, said, looked = _TimeLeft(time.monotonic(), time.thread_time()), list[str](), 0
+        said, looked = list[str](), 0
         place = _place(context.cursor, names)
         newest = catalog(instance, names)
+        time_left = _TimeLeft(time.monotonic(), time.thread_time())
         for step in range(len(names)):
             name = names[(place[0] + step) % len(names)]
             reconciler = known.setdefault(name, Reconciler(instance, store.for_sensor(name)))

@@ -76,16 +76,19 @@ def judged_types(judge: JudgeSpec, votes: Types, kept: Types) -> dict[str, pa.Da
     figures = (SCORE, *judge.scores, *(PAIRWISE_FIGURES if judge.pairwise else POINTWISE_FIGURES))
     found |= {name: pa.int64() if name in _WHOLE else pa.float64() for name in figures}
     for name, kind in kept.items():
-        of_two = judge.pairwise and name not in judge.groups and pa.types.is_list(kind)
+        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+        of_two = judge.pairwise and name not in judge.groups and is_list
         found[of_rows.get(name, name)] = kind.value_type if of_two else kind
     return found
 
 
 def gate_types(task: Task, json_schema: Mapping[str, Any] | None) -> dict[str, pa.DataType]:
     """Of what rules of `gates` look at: of a row while it comes, and of the fields of its JSON."""
+    from batch_assets.gates.quality_gates import RULE_COLUMNS
     from resources.store.outcome_tables import outcome_schema
 
-    found = schema_types(json_schema) | {one.name: one.type for one in outcome_schema(task)}
+    of_rows = {one.name: one.type for one in outcome_schema(task) if one.name in RULE_COLUMNS}
+    found = schema_types(json_schema) | of_rows
     if task == "embedding":
         del found["output"]  # a vector is no text: it is null there
     return found
@@ -99,7 +102,7 @@ def check_texts(key: str, column: str, types: Types) -> None:
     kind = types.get(column)
     if kind is None or not pa.types.is_nested(kind):
         return
-    inner = kind.value_type if pa.types.is_list(kind) else None
+    inner = kind.value_type if pa.types.is_list(kind) or pa.types.is_large_list(kind) else None
     if inner is None or not pa.types.is_struct(inner) or inner.get_field_index("content") < 0:
         raise Unusable("a column of texts", f"{show(column)}, which has values of type {kind}"[:200], key=key)
 
@@ -121,13 +124,11 @@ def check_vectors(key: str, column: str, types: Types) -> None:
     raise Unusable("a column of lists of numbers", found, hint, key=key)
 
 
-def check_condition(key: str, where: str, types: Types, *, has_columns: bool) -> None:
-    """Raises Unusable where no row with these columns can be held against a condition. `has_columns`: properties of the
-    output are columns."""
+def check_condition(key: str, where: str, types: Types, *, hint: str) -> None:
+    """Raises Unusable where no row with these columns can be held against a condition. `hint`: what else there is to do
+    where `output` is not what it is taken for."""
     try:
         check_types(where, types)
     except TypeMisfit as error:
-        hint = f"{error}."
-        if error.columns == ["output"] and not has_columns:
-            hint += " Or declare numbers in output.json_schema, and have them as columns (output.columns: true)."
-        raise Unusable("a condition that fits the types of its columns", show(where), hint, key=key) from None
+        said = f"{error}. {hint if error.columns == ['output'] else ''}".rstrip()
+        raise Unusable("a condition that fits the types of its columns", show(where), said, key=key) from None

@@ -1083,6 +1083,16 @@ def _check_exports(spec: GeneratedDatasetSpec) -> None:
             raise Unusable(error.expected, error.found, f"{error.hint}." if error.hint else "", key=key) from None
 
 
+def _numbers_instead(spec: GeneratedDatasetSpec, *, of_gate: bool) -> str:
+    """What makes numbers of texts, for conditions on the output. Gates see the fields of its JSON in any case."""
+    if spec.task not in ("chat", "completion") or (
+        spec.output.json_schema is not None and (of_gate or spec.output.columns)
+    ):
+        return ""
+    columns = "" if of_gate else ", and have them as columns (output.columns: true)"
+    return f"Or declare numbers in output.json_schema{columns}."
+
+
 def check_condition_types(spec: GeneratedDatasetSpec, kept: Types = NO_TYPES) -> None:
     """Each condition and rule on rows that are made is one that rows with columns of their types can be held against.
     `kept`: types of the kept columns, where the source was read; without, they may have any. Raises Unusable.
@@ -1103,7 +1113,7 @@ def check_condition_types(spec: GeneratedDatasetSpec, kept: Types = NO_TYPES) ->
     of_table = {f"exports.{number}.where" for number, one in enumerate(spec.exports) if one.part is None}
     for key, where in conditions.items():
         types = coming if key.startswith("gates.") else own if key in of_table else judged
-        check_condition(key, where, types, has_columns=has_columns)
+        check_condition(key, where, types, hint=_numbers_instead(spec, of_gate=types is coming))
     for name, rule in (spec.filter or {}).items():
         for key, column in rule.columns() if rule.where is None else ():
             check_column = check_vectors if rule.semantic_duplicates is not None else check_texts

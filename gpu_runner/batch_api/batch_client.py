@@ -394,7 +394,8 @@ class BatchClient(EngineClient):
             if error.status in GONE and not own:
                 return None
             raise
-        batch.record = record.model_copy(update={"batch_id": state.batch_id})
+        began = record.created_at if unclear else self._clock()  # its window, not that of its upload
+        batch.record = record.model_copy(update={"batch_id": state.batch_id, "created_at": began})
         await asyncio.to_thread(self._records.keep, batch.record)
         log.info("batch %s sent: %s rows", state.batch_id, len(record.digests))
         return state

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from gpu_runner.batch_api.batch_calls import BatchCalls, BatchState
 from gpu_runner.batch_api.submitted_batches import SubmittedBatch
-from gpu_runner.client.protocol import EngineError, RequestDenied
+from gpu_runner.client.protocol import RequestDenied
 
 LISTED_SECONDS = 600.0  # a batch that is not listed so long after its creation is not there
 NOT_THERE = frozenset({404, 410})
@@ -28,7 +28,7 @@ async def clear(record: SubmittedBatch, calls: BatchCalls, now: float) -> bool:
     )
     files += [state.output_file_id, state.error_file_id] if state is not None else []
     for file_id in filter(None, files):
-        with suppress(EngineError):
+        with suppress(RequestDenied):  # it is not there, or is never deleted
             await calls.delete(file_id)
     return True
 

@@ -130,20 +130,17 @@ class BatchFooter(BaseModel):
         looked_at: Mapping[str, int] | None = None,
         mean_score: float | None = None,
     ) -> BatchFooter:
-        """Counts over the outcomes; `seconds` spans from the first row's start to the last row's end.
-
-        `reused`: rows whose outcome is that of an earlier object; `reused_from` counts the outcomes of other datasets.
-        `journaled`: rows by the other run that asked for them, and left them in the journal.
-        `usd` is what the rows cost, of those whose price is known; None when none is. `cached_tokens`: of the prompts'
-        tokens, those that engines had in their caches; None: nobody has counted them. With them the tokens of rows that
-        were answered are counted apart. `marked`: how many rows are bad, by the names of gates; `looked_at`:
-        of how many, for gates that do not look at all rows. `mean_score`: of a judge's votes.
+        """Counts over the outcomes; `seconds` spans from the first row's start to the last row's end. `reused`: rows
+        whose outcome is that of an earlier object; `reused_from` counts those of other datasets.
+        `journaled`: rows by the other run that had asked for them. `usd` is what the rows cost, of those whose price is
+        known; None when none is. `cached_tokens`: of the prompts' tokens, those that engines had in their caches; None:
+        not counted. With them the tokens of answered rows are counted apart. `marked`: how many rows are bad, by gate;
+        `looked_at`: of how many, for gates that skip some. `mean_score`: of a judge's votes.
         """
         answered = None if cached_tokens is None else [outcome for outcome in outcomes if outcome.ok]
-        dead = sum(not outcome.ok for outcome in outcomes)
-        newest = max(outcomes, key=lambda outcome: outcome.started_at)
+        newest = max(outcomes, key=lambda one: one.started_at).origin
         ended = max(outcome.started_at + outcome.seconds for outcome in outcomes)
-        users = [turn.user_model for outcome in outcomes for turn in outcome.turns if turn.user_model is not None]
+        users = [turn.user_model for one in outcomes for turn in one.turns if turn.user_model is not None]
         mine = [outcome.started_at for outcome in outcomes if outcome.origin.run_id == run_id]
         return cls(
             dataset=dataset,
@@ -155,8 +152,8 @@ class BatchFooter(BaseModel):
             run_id=run_id,
             root_run_id=root_run_id,
             rows=len(outcomes),
-            ok=len(outcomes) - dead,
-            dead=dead,
+            ok=sum(outcome.ok for outcome in outcomes),
+            dead=sum(not outcome.ok for outcome in outcomes),
             prompt_tokens=sum(outcome.prompt_tokens for outcome in outcomes),
             completion_tokens=sum(outcome.completion_tokens for outcome in outcomes),
             cached_tokens=cached_tokens,
@@ -165,8 +162,8 @@ class BatchFooter(BaseModel):
             user_prompt_tokens=sum(one.prompt_tokens for one in users) if users else None,
             user_completion_tokens=sum(one.completion_tokens for one in users) if users else None,
             seconds=max(0.0, ended - min(mine, default=ended)),
-            model=newest.origin.model,
-            engine=newest.origin.engine,
+            model=newest.model,
+            engine=newest.engine,
             usd=sum(priced) if (priced := [o.usd for o in outcomes if o.usd is not None]) else None,
             reused=reused,
             reused_from=dict(sorted(Counter(o.reused_from for o in outcomes if o.reused_from).items())),

@@ -24,6 +24,8 @@ _NOT_PER_ROW = re.compile(
     re.IGNORECASE,
 )
 SQL_TEXT = re.compile(r"'(?:[^']|'')*'")
+# What is quoted, or a number with a fraction and without an exponent.
+_FRACTION = re.compile(r"""'(?:[^']|'')*'|"(?:[^"]|"")*"|(?<![\w.])(\d+\.\d*|\.\d+)(?![\w.])""")
 
 
 def looks_at_many_rows(condition: str) -> str:
@@ -112,13 +114,14 @@ class RowCondition:
 
 def check_types(text: str, types: Mapping[str, pa.DataType]) -> None:
     """Hold a condition against the types of columns before there are rows, by what Polars says of none: it refuses by
-    types alone. Columns that `types` lacks may be of any type, and what is said of them is left to the rows.
+    types alone. Columns that `types` lacks may be of any type, and what is said of them is left to the rows. Numbers
+    with a fraction are no texts here: Polars would compare a text with them as texts, by which 10 is less than 3.5.
 
     Raises TypeMisfit where every table with these columns would be refused.
     """
     import polars as pl
 
-    expression = pl.sql_expr(text)
+    expression = pl.sql_expr(_FRACTION.sub(lambda found: f"{found[1]}e0" if found[1] else found[0], text))
     frame = _no_rows({name: kind for name, kind in types.items() if name in expression.meta.root_names()})
     found = _misfit(expression, frame)
     if found is None:

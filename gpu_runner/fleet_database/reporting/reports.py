@@ -29,6 +29,7 @@ from gpu_runner.offers.speed import LengthMix, Measurement, Speed
 
 MANY = 500  # names that go into one query
 MEASURED = 100
+OWN_ROWS = 250  # fewer do not fill an engine: it looks slower than it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +172,8 @@ class Reports(Tables):
 
     def engine_speeds(self, names: Collection[str], dataset: str) -> dict[str, Speed]:
         """How fast engines of fleet.yaml were while rows were in flight there, by name; those that were not used are
-        left out. On rows of the dataset where there are any, else on all; of the MEASURED newest leases of an engine.
+        left out. On rows of the dataset where there are OWN_ROWS, else on all; of the MEASURED newest leases of an
+        engine.
         """
         c, found = LEASES.c, dict[str, Speed]()
         columns = (c.dataset, c.rows, c.prompt_tokens + c.completion_tokens, c.useful_seconds)
@@ -180,7 +182,8 @@ class Reports(Tables):
                 used = (c.instance == name) & (c.rows > 0) & (c.useful_seconds > 0)
                 newest = sa.select(*columns).where(used).order_by(c.epoch.desc()).limit(MEASURED)
                 leases = connection.execute(newest).tuples().all()
-                if counted := [lease for lease in leases if lease[0] == dataset] or leases:
+                own = [lease for lease in leases if lease[0] == dataset]
+                if counted := own if sum(lease[1] for lease in own) >= OWN_ROWS else leases:
                     _, rows, tokens, seconds = zip(*counted, strict=True)
                     found[name] = Speed(sum(tokens) / sum(seconds), "measured", sum(rows))
         return found

@@ -223,3 +223,19 @@ def age_objects(store: DatasetStore, manifest: SnapshotManifest, hours: int) -> 
         later = [replace(o, started_at=o.started_at + 3600 * hours) for o in store.outcomes(batch)]
         store.objects.delete([store.batch_path(batch)])
         assert store.commit(footer, later, "chat")[1] and entry.key == batch.key
+
+
+@pytest.mark.parametrize(
+    ("gaps", "found", "has_all"),
+    [
+        (False, ("00003", "00007"), True),
+        (False, ("00000", "00020"), False),
+        (True, ("00003", "00007"), False),  # another run's, in a gap of this one
+        (True, ("00005", "00005"), False),
+        (True, ("00000", "00000"), True),
+        (True, ("00000", "00019"), True),
+    ],
+)
+def test_of_a_range_with_gaps_a_run_has_its_own_batches_only(gaps: bool, found: tuple[str, str], has_all: bool) -> None:
+    identity = RunIdentity("run", Intent("run"), ("00000", "00019"), gaps)
+    assert identity.has_all(*found, {"00000", "00019"}) is has_all

@@ -247,6 +247,10 @@ def test_a_pause_shows_as_a_check_of_the_table_until_it_goes_on(site: SensorData
     assert pauses(events(site)) == [(True, "Nothing is paused.")]
     site.fleet_db.trip_gate("d", "empty", "gate empty: all")
     assert [passed for passed, _ in pauses(events(site))] == [False]
+    site.fleet_db.trip_gate("d", "cut", "gate cut: most")
+    ((_, said),) = pauses(events(site))
+    assert said is not None and said.endswith("`batch-assets adjust d --accept cut --accept empty` goes on as it is")
+    assert not pauses(events(site))
     site.instance.add_run_tags(request, {CANCELED_TAG: "true"})
     assert pauses(events(site)) == [(True, "Nothing is paused.")], "given up, it is not paused any more"
 
@@ -500,6 +504,12 @@ def test_while_runs_finish_what_is_not_missing_nothing_is_commanded(site: Sensor
     assert not site.tick("capacity").asset_events
     target = site.fleet_db.target("d")
     assert target is not None and (target.request[:4], target.updated_age) == ("run:", None)
+    site.fleet_db.trip_gate("d", "empty", "gate empty: all")
+    ((passed, said),) = pauses(events(site))
+    assert not passed and said is not None and said.startswith("paused: gate empty: all; ")
+    assert not pauses(events(site)), "it is said once"
+    site.fleet_db.accept_gates("d", ["empty"])
+    assert pauses(events(site)) == [(True, "Nothing is paused.")]
 
 
 @pytest.mark.slow

@@ -658,6 +658,40 @@ async def test_an_upload_is_written_down_before_it_is_begun_and_what_a_killed_on
 
 
 @on_a_loop
+async def test_a_record_stays_until_its_files_could_be_deleted() -> None:
+    records = Records()
+    async with fake_batch_api(MODEL, answer=echo) as api:
+        async with client(api, records) as killed:
+            assert texts(await ask(killed, 1)) == ["re: question 1"]
+        (record,) = records.all()
+
+        async def away(request: web.Request) -> web.StreamResponse:
+            raise web.HTTPServiceUnavailable
+
+        async with client(api, records) as engine:
+            api.refusals["files"] = [away]
+            await engine.settle(nobody_asks)
+            assert list(records.kept) == [record.key]
+            await engine.settle(nobody_asks)
+        assert not records.kept and api.deleted == set(api.files)
+
+
+@on_a_loop
+async def test_the_window_of_a_batch_begins_when_it_is_created() -> None:
+    records, now = Records(), [1000.0]
+    async with fake_batch_api(MODEL, answer=echo) as api, client(api, records, clock=lambda: now[0]) as engine:
+
+        async def takes_long(request: web.Request) -> web.StreamResponse:
+            now[0] += 10_000
+            return await api._files(request, ["files"])
+
+        api.refusals["files"] = [takes_long]
+        assert texts(await ask(engine, 1)) == ["re: question 1"]
+        (record,) = records.all()
+        assert record.created_at == 11_000
+
+
+@on_a_loop
 async def test_an_upload_whose_answer_is_lost_leaves_no_second_file() -> None:
     async with fake_batch_api(MODEL, answer=echo) as api, client(api, Records()) as engine:
 

@@ -138,14 +138,15 @@ def test_what_was_paid_by_the_token_is_on_every_bill(fleet_db: FleetDatabase, cl
 
 
 def test_how_fast_an_engine_is_on_rows_of_the_dataset_counts_before_all_others(fleet_db: FleetDatabase):
-    for dataset, tokens in (("d", 1000), ("d", 3000), ("e", 8000)):
+    for dataset, rows, tokens in (("d", 200, 1000), ("d", 50, 3000), ("e", 400, 8000), ("trial", 5, 400)):
         lease = fleet_db.try_lease("lab", f"run of {dataset}", dataset, TTL)
         assert lease is not None
-        fleet_db.release(lease, LeaseUsage(10.0, 0.0, 5, tokens, 0))
-    speeds = {one: fleet_db.engine_speeds(["lab"], one)["lab"] for one in ("d", "e", "never asked")}
+        fleet_db.release(lease, LeaseUsage(10.0, 0.0, rows, tokens, 0))
+    speeds = {one: fleet_db.engine_speeds(["lab"], one)["lab"] for one in ("d", "e", "trial", "never asked")}
     assert {one: (found.tokens_per_second, found.rows) for one, found in speeds.items()} == {
-        "d": (200.0, 10),
-        "e": (800.0, 5),
-        "never asked": (400.0, 15),
+        "d": (200.0, 250),
+        "e": (800.0, 400),
+        "trial": (310.0, 655),  # five rows do not fill an engine
+        "never asked": (310.0, 655),
     }
     assert fleet_db.costs() == [] and fleet_db.charges() == [], "it costs nothing"
