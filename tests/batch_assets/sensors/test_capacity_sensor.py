@@ -454,6 +454,17 @@ def test_without_pressure_a_free_engine_is_enough_and_nothing_is_rented(tmp_path
         assert (told["instances"], told["offers"]) == (1, "none")
 
 
+def test_what_is_rented_ends_at_a_gate_also_where_an_engine_without_a_price_is_planned_for(tmp_path: Path) -> None:
+    with opened(tmp_path, {**SPEC, "deadline": None}) as site:
+        fleet_yaml(tmp_path, engines=[{"name": "lab", "kind": "endpoint", "url": "http://127.0.0.1:9000"}])
+        large(site)
+        site.request()
+        instance(site, "ba-1", of="sim-two", seconds=600, tokens=600_000)
+        site.tick("capacity")
+        site.fleet_db.trip_gate("d", "empty", "gate empty: all")
+        assert observed(events(site))["retire"] == "ba-1"
+
+
 @pytest.mark.parametrize("deadline", [None, "6h"])
 def test_an_endpoint_without_a_price_is_done_when_plan_says_so(tmp_path: Path, deadline: str | None) -> None:
     """The sensor had no speed of it at all: it expected no end, and that no deadline would be met."""
