@@ -17,7 +17,7 @@ from batch_assets.cli.interrupts import Interrupted, Signals
 from batch_assets.local_dagster.home import LOGS, StackAddress, prepare_home, running_stack
 from batch_assets.local_dagster.stack import Stack, stack
 from batch_assets.request_status.display import Display
-from batch_assets.tags import CHAIN_SINCE_TAG, ENDPOINT_TAG, LAUNCH_TAG
+from batch_assets.tags import CHAIN_TAG, ENDPOINT_TAG, LAUNCH_TAG
 from gpu_runner.request_limits import NO_LIMITS, RequestLimits
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class Runner:
     dead_before: int | None = None
     _asked_by: Mapping[str, int] | None = field(default=None)
     _own_runs: dict[str, bool] = field(default_factory=dict)
-    _since: float | None = field(default=None)
+    _first_run: int | None = field(default=None)
     _shown_at: float = field(default=float("-inf"))
     _first: int | None = field(default=None)
     _stack: Stack | None = field(default=None)
@@ -266,15 +266,18 @@ class Runner:
         self._asked_by = asked_by
 
     def _is_own(self, run_id: str, seen: Observer) -> bool:
-        """Whether a run was made since this was asked for, or since the chain was of which it is a step."""
-        if self._since is None:
+        """Whether a run was made since this was asked for, or since the chain was of which it is a step.
+
+        By Dagster's numbers of runs: times of runs may be whole seconds, and those of tags are of another clock.
+        """
+        if self._first_run is None:
             asked = seen.instance.get_run_record_by_id(self.run_id or "")
-            if asked is not None:
-                since = asked.dagster_run.tags.get(CHAIN_SINCE_TAG)
-                self._since = float(since) if since is not None else asked.create_timestamp.timestamp()
+            chain = None if asked is None else asked.dagster_run.tags.get(CHAIN_TAG)
+            first = asked if chain is None else seen.instance.get_run_record_by_id(chain) or asked
+            self._first_run = None if first is None else first.storage_id
         if run_id not in self._own_runs:
-            made, began = seen.instance.get_run_record_by_id(run_id), self._since or math.inf
-            self._own_runs[run_id] = made is not None and made.create_timestamp.timestamp() >= began
+            made = seen.instance.get_run_record_by_id(run_id)
+            self._own_runs[run_id] = made is not None and made.storage_id >= (self._first_run or math.inf)
         return self._own_runs[run_id]
 
     def _verifying(self, moment: ProgressUpdate) -> None:

@@ -14,7 +14,7 @@ from batch_assets.cli.dataset_commands.run import Request, Runner
 from batch_assets.cli.dataset_commands.run_summary import dead_lines, paused, run_pointers, success
 from batch_assets.cli.interrupts import Signals
 from batch_assets.publishing.dead_letters import DeadLetterExample
-from batch_assets.tags import CHAIN_SINCE_TAG
+from batch_assets.tags import CHAIN_SINCE_TAG, CHAIN_TAG
 from gpu_runner.fleet_database.capacity_plan import Pause, PauseKind, pause_to_json, read_pause
 
 
@@ -58,8 +58,9 @@ def test_rows_that_were_asked_now_are_told_from_those_that_a_run_before_had_fini
 def test_rows_of_runs_before_a_request_are_none_of_its_own(chain: bool) -> None:
     with dg.DagsterInstance.ephemeral() as instance, Signals() as signals:
         before = create_run_for_test(instance).run_id
-        time.sleep(0.01)
-        tags = {CHAIN_SINCE_TAG: repr(time.time())} if chain else {}
+        first = create_run_for_test(instance).run_id if chain else ""
+        # The clock of the fleet's database may be ahead of Dagster's.
+        tags = {CHAIN_TAG: first, CHAIN_SINCE_TAG: repr(time.time() + 60)} if chain else {}
         so_far = create_run_for_test(instance).run_id if chain else None  # of a step that begins on rows so far
         asked = create_run_for_test(instance, tags=tags).run_id
         mine = create_run_for_test(instance).run_id
