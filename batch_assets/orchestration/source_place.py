@@ -28,6 +28,7 @@ from resources.store.dataset_store import BatchEntry, BatchObject, DatasetStore
 from resources.store.snapshot_manifest import RowsSoFar
 
 TABLE_ROWS = 8192  # of a table that are read at once
+COPIED_ROWS = 1_000_000  # of a table, for a plan
 
 
 def at_its_place(spec: GeneratedDatasetSpec, instance: dg.DagsterInstance, objects: Objects) -> GeneratedDatasetSpec:
@@ -151,24 +152,31 @@ def part_of_source(
     return PartOfSource(spec.model_copy(update={"source": source}), part.so_far, simulated)
 
 
-def without_rows(spec: GeneratedDatasetSpec, ids: Sequence[str], folder: Path, base: Path) -> GeneratedDatasetSpec:
+def without_rows(
+    spec: GeneratedDatasetSpec, ids: Sequence[str], folder: Path, base: Path
+) -> GeneratedDatasetSpec | None:
     """The spec of a dataset that reads the table of another one, with its path, as if rows with these ids were not in
-    that table. `folder`: for a copy of the table without them. Raises SourceError.
+    that table. `folder`: for a copy of the table without them; None where that has more than COPIED_ROWS rows. Raises
+    SourceError.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
-    writer, target = None, folder / "part-00000.parquet"
+    writer, target, rows, gone = None, folder / "part-00000.parquet", 0, pa.array(ids, pa.string())
     for file in find_files(spec.source.path or "", base):
         with file.open() as raw, pq.ParquetFile(raw) as table:
+            rows += table.metadata.num_rows
+            if rows > COPIED_ROWS:
+                break
             writer = writer or pq.ParquetWriter(target, table.schema_arrow)
             for batch in table.iter_batches(TABLE_ROWS):
-                row_ids = batch.column("row_id")
-                gone = pc.is_in(row_ids, value_set=pa.array(ids, row_ids.type))
-                writer.write_batch(batch.filter(pc.invert(gone)))
+                row_ids = batch.column("row_id").cast(pa.string())
+                writer.write_batch(batch.filter(pc.invert(pc.is_in(row_ids, value_set=gone))))
     if writer is not None:
         writer.close()
+    if rows > COPIED_ROWS:
+        return None
     source = spec.source.model_copy(update={"path": f"{escaped(str(folder))}/part-*.parquet"})
     return spec.model_copy(update={"source": source})
 

@@ -251,8 +251,8 @@ def removed_rows(spec: GeneratedDatasetSpec, counts: Counts) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What a refresh would do to the rows, and the ids of those of the snapshot that would go, where they are asked
-    for.
+    """What a refresh would do to the rows, and the ids of those of the snapshot that would go, where these are asked
+    for, are not too many, and are no changed rows without ids.
     """
 
     counts: Counts
@@ -260,10 +260,10 @@ class Compared:
 
 
 def compare(
-    spec: GeneratedDatasetSpec, store: DatasetStore, *, workdir: Path, base: Path, name_gone: bool = False
+    spec: GeneratedDatasetSpec, store: DatasetStore, *, workdir: Path, base: Path, most_named: int = 0
 ) -> Compared | None:
     """The file of the dataset and its source as they are now, held against the current snapshot. None before the first
-    one. `name_gone`: with the ids of rows that would go.
+    one. `most_named`: with the ids of rows that would go, where they are no more than this.
 
     Reads the whole source and writes nothing but temporary files into `workdir`, an empty folder. Raises SourceError.
     """
@@ -294,7 +294,8 @@ def compare(
     ) as placement:
         _refuse_repeated_ids(read, placement)
         counts = placement.place(rows_before)
-        places = placement.gone() if name_gone and counts.removed else set()
+        named = 0 < counts.removed <= most_named and counts.removed == removed_rows(spec, counts)
+        places = placement.gone() if named else set()
     return Compared(counts, _ids_at(places, store, previous, workdir) if places else ())
 
 

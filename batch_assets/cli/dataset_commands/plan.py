@@ -119,7 +119,7 @@ def proposal(spec: GeneratedDatasetSpec, folder: Path, tags: Mapping[str, str]) 
         around = FleetView.look(fleet, fleet_db)
         found = propose(around, fleet_db, spec, work, tags, timing, request)
     found = replace(found, problems=(*found.problems, *work.problems))
-    if unusable := _unusable_user(spec, around.config):
+    if unusable := unusable_user(spec, around.config):
         work = replace(found.work, stops=found.work.stops or unusable)
         found = replace(found, work=work, problems=(*found.problems, unusable))
     if around.config.only_plays(spec.model):
@@ -132,7 +132,7 @@ def played_words(command: str) -> str:
     return f"there are simulated providers alone: `batch-assets {command}` takes them with --simulate only"
 
 
-def _unusable_user(spec: GeneratedDatasetSpec, config: FleetConfig) -> str:
+def unusable_user(spec: GeneratedDatasetSpec, config: FleetConfig) -> str:
     """What a run would refuse of the engine that plays the user, or ""."""
     user = spec.prompt.user_model
     if user is None or user.engine is None or user.model is None:

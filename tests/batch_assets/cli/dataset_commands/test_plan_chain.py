@@ -13,12 +13,15 @@ from support.defs_folders import COMPONENT, attributes, write_text
 from support.snapshots import commit
 from typer.testing import CliRunner
 
+from batch_assets.cli.dataset_commands import plan_chain
 from batch_assets.cli.main import app
 from batch_assets.component import Scaffolder, ScaffoldParams
+from batch_assets.orchestration import source_place
 from batch_assets.orchestration.source_place import at_its_place
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.publish import publish
 from batch_assets.snapshot.builder import build_snapshot
+from batch_assets.snapshot.placement import Placement
 from batch_assets.spec.chain import in_tree
 from batch_assets.spec.discovery import declarations, declared, declared_specs
 from resources.objects.opening import open_objects
@@ -35,10 +38,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def declare(folder: Path, words: list[str], **more: Any) -> None:
+def declare(folder: Path, words: list[str], topics_id: str | None = "x", **more: Any) -> None:
     """`answers` read `topics`."""
-    topics = attributes("topics", source={"grid": {"x": words}}, id="x")
-    answers = attributes("answers", source={"dataset": "topics"}, prompt={"user": "{{ output }}"}, **more)
+    named = {"id": topics_id} if topics_id is not None else {}
+    topics = attributes("topics", source={"grid": {"x": words}}, keep_columns=["x"], **named)
+    reads = {"source": {"dataset": "topics"}, "prompt": {"user": "{{ output }}"}}
+    answers = attributes("answers", **(reads | more))
     documents = [{"type": COMPONENT, "attributes": one} for one in (topics, answers)]
     write_text(folder / "defs" / "chain", yaml.safe_dump_all(documents))
 
@@ -138,6 +143,81 @@ def test_rows_that_a_source_has_no_more_go_with_what_was_made_of_them(folder: Pa
     said = " ".join(CliRunner().invoke(app, ["plan", "answers", "--upstream"]).stdout.split())
     assert "2 rows are in the table and no longer in its source" in said
     assert "and what comes of topics; 4 rows are removed with the rows of topics that go" in said
+
+
+def steps_and_words(folder: Path) -> tuple[list[dict[str, Any]], str]:
+    found = CliRunner().invoke(app, ["plan", "answers", "--upstream"]).stdout
+    return asked("plan", "answers", "--upstream")["steps"], " ".join(found.split())
+
+
+def test_rows_without_ids_that_go_are_counted_where_none_is_changed_and_else_not_told_below(folder: Path):
+    """A changed row without an id is another one: the step below counted it as one that goes, the step itself not."""
+    declare(folder, ["a", "b", "c"], None)
+    publish_topics(folder)
+    publish_answers(folder)
+    declare(folder, ["a"], None)
+    (first, second), _ = steps_and_words(folder)
+    assert (first["removed"], second["removed_with_upstream"]) == (2, 2)
+    declare(folder, ["a", "d"], None)
+    (first, second), said = steps_and_words(folder)
+    assert (first["removed"], second["removed"], second["removed_with_upstream"]) == (1, 0, None)
+    why = "without ids, a row of topics that is changed is another one"
+    assert f"how many go with rows of topics is not told: {why}" in said
+    declare(folder, ["d", "e", "f"], None)
+    (first, second), _ = steps_and_words(folder)
+    assert (first["new"], first["removed"], second["removed_with_upstream"]) == (3, 0, 0)
+
+
+def test_ids_of_rows_that_go_are_held_for_a_step_below_alone_and_not_more_than_a_bound(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    declare(folder, ["a", "b", "c"])
+    publish_topics(folder)
+    publish_answers(folder)
+    named: list[int] = []
+    real = Placement.gone
+    monkeypatch.setattr(Placement, "gone", lambda one: named.append(len(found := real(one))) or found)
+    declare(folder, ["a", "d"])
+    (_, second), _ = steps_and_words(folder)
+    assert second["removed_with_upstream"] == 2 and set(named) == {2}
+    assert len(named) == 2, "once for each command: the last step names none"
+    monkeypatch.setattr(plan_chain, "NAMED_ROWS", 1)
+    (first, second), said = steps_and_words(folder)
+    assert (len(named), first["removed"], second["removed_with_upstream"]) == (2, 2, None)
+    assert "how many go with rows of topics is not told: more than 1 rows of topics go" in said
+
+
+def test_a_table_of_many_rows_is_not_copied_for_a_plan(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    declare(folder, ["a", "b", "c"])
+    publish_topics(folder)
+    publish_answers(folder)
+    declare(folder, ["a", "d"])
+    for name in (source_place, plan_chain):
+        monkeypatch.setattr(name, "COPIED_ROWS", 2)
+    (first, second), said = steps_and_words(folder)
+    assert (first["removed"], second["removed_with_upstream"]) == (2, None)
+    assert "how many go with rows of topics is not told: its source has more than 2 rows" in said
+
+
+def test_a_condition_that_stops_a_step_whose_table_is_there_is_said_before_the_steps_above_are_paid(folder: Path):
+    """Every error of such a step was taken for a table that is not made yet, and the status was 0."""
+    declare(folder, ["a", "b"])
+    publish_topics(folder)
+    wrong = {"keep_columns": ["x"], "filter": {"low": {"where": "x > 3"}}}
+    declare(folder, ["a", "b", "c"], **wrong)
+    found = CliRunner().invoke(app, ["plan", "answers", "--upstream", "--json"])
+    first, second = json.loads(found.stdout)["steps"]
+    assert (found.exit_code, first["problem"], second["more_from"]) == (1, None, "topics")
+    assert second["problem"].startswith("filter.low.where: ")
+
+
+def test_an_engine_of_the_users_model_that_a_run_would_refuse_is_a_problem_of_its_step(folder: Path):
+    told = {"system": "Ask on.", "opening": "Hello", "turns": 2, "model": "played/model", "engine": "nope"}
+    declare(folder, ["a"], prompt={"user": "{{ output }}", "user_model": told})
+    found = CliRunner().invoke(app, ["plan", "answers", "--upstream", "--json"])
+    first, second = json.loads(found.stdout)["steps"]
+    expected = "prompt.user_model.engine: expected an engine of kind endpoint in fleet.yaml (none), found 'nope'"
+    assert (found.exit_code, first["problem"], second["problem"]) == (1, None, expected)
 
 
 def test_options_of_one_dataset_are_refused(folder: Path):
