@@ -120,7 +120,7 @@ class GatesSpec(Strict):
     def on(self) -> tuple[str, ...]:
         """Names of the gates that may pause a request."""
         off = {name for name, written in self._bounds.items() if written is None}
-        return tuple(name for name in self.names if name not in off)
+        return tuple(name for name in self.names if name in self.rules or name not in off)
 
     @property
     def off(self) -> tuple[str, ...]:

@@ -141,7 +141,8 @@ def printer() -> Say:
 
 
 def _filtered(seen: Observer, row_id: str) -> FilteredRow | None:
-    """What the filter made of the row of the published table; None where that cannot be told."""
+    """What the filter made of the row of the published table, which may have another answer than the one that is there
+    since (a redrive, rows asked again); None where that cannot be told."""
     try:
         table, found = published_table(seen.store), filtered_row(seen.store, row_id)
     except (CorruptObject, FileNotFoundError):  # `verify` says it
@@ -169,7 +170,8 @@ def say_row(say: Say, row: CurrentRow, letters: int | None = None, filtered: Fil
         cost = f", {format_usd(one.usd, fine=True)} $" if one.usd is not None else ""
         say(f"  {tokens}{reason}, {one.seconds:.2f} s{cost}, {one.origin.model}{engine}", "dim")
     if filtered is not None:
-        say(f"  filter: {filtered.describe()}", _STYLES[RowState.DEAD] if filtered.fell_out else "dim")
+        style = _STYLES[RowState.DEAD] if filtered.fell_out else "dim"
+        say(f"  filter, in the published table: {filtered.describe()}", style)
     say()
 
 
@@ -299,7 +301,8 @@ def _print_as_json(
 ) -> None:
     rows = [_row_json(row) if not columns else _columns_json(row, columns, own) for row in found.rows]
     if filtered is not None and not columns:
-        rows = [row | {"filter": {"fell_out": filtered.fell_out, "flags": list(filtered.flags)}} for row in rows]
+        said_of = {"fell_out": filtered.fell_out, "flags": list(filtered.flags), "table": filtered.table}
+        rows = [row | {"filter": said_of} for row in rows]
     said = {"dataset": name, "snapshot": snapshot, "rows": rows, "looked_at": found.looked_at}
     whole = said | {"next_batch": found.next_batch, "damaged": list(found.damaged)}
     print_json(orjson.loads(orjson.dumps(whole, default=str)))  # times and decimals of a source as text

@@ -638,3 +638,10 @@ def test_what_is_no_deadline_is_refused_with_what_one_is(text: str, hint: str) -
 )
 def test_wrong_wishes_are_refused_in_our_words(attributes: dict[str, Any], said: str) -> None:
     assert said in problem(**attributes)
+
+
+def test_a_rule_of_ones_own_may_be_called_as_a_gate_that_is_off_and_is_on() -> None:
+    """The list of gates that are on left it out."""
+    gates = spec(gates={"rules": {"near_repeated": {"where": "tries > 1", "max_rate": 0.5}}}).gates
+    assert gates.on == ("dead", "empty", "cut", "refused", "repeated", "near_repeated")
+    assert "near_repeated" not in gates.off and "length" in gates.off

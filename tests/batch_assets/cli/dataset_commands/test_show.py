@@ -207,13 +207,15 @@ def test_one_row_says_what_the_filter_made_of_it(store: DatasetStore, tmp_path: 
     by = {name: RowRule.model_validate(rule) for name, rule in rules.items()}
     filtered(store, by, base=tmp_path, now=2.0, workdir=tmp_path)
     said = {number: ask("--key", f"id-00000{number}").stdout for number in (0, 2, 3, 9)}
-    assert "filter: fell out by level\n" in said[0] and "filter: passes, marked by topic\n" in said[2]
-    assert "filter: fell out by error" in said[3] and "filter: passes\n" in said[9]
+    word = "filter, in the published table: "
+    assert f"{word}fell out by level\n" in said[0] and f"{word}passes, marked by topic\n" in said[2]
+    assert f"{word}fell out by error" in said[3] and f"{word}passes\n" in said[9]
     (row,) = json.loads(ask("--key", "id-000000", "--json").stdout)["rows"]
-    assert row["filter"] == {"fell_out": True, "flags": ["level"]}
+    table = store.current_published()
+    assert row["filter"] == {"fell_out": True, "flags": ["level"], "table": table}
     commit(store, write_snapshot(store, questions(11)))
     publish(store, store.manifest(store.current_snapshot() or ""), card=Card(), now=3.0, workdir=tmp_path)
-    assert "filter:" not in ask("--key", "id-000000").stdout, "that was of an older table"
+    assert "filter" not in ask("--key", "id-000000").stdout, "that was of an older table"
 
 
 def test_a_row_of_the_source_that_is_not_in_the_snapshot_is_explained(store: DatasetStore) -> None:
