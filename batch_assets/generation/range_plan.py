@@ -222,8 +222,8 @@ class RunIdentity:
 
     def has_all(self, first: str, last: str, keys: Collection[str]) -> bool:
         """Whether every batch from `first` to `last` is this run's. `keys`: of its batches. Of a range with gaps that
-        is known of one batch, and of the whole range of a run that it continues.
+        is known of single batches.
         """
         if self.gaps:
-            return (first, last) == self.key_range or (first == last and first in keys)
+            return first == last and first in keys
         return self.key_range[0] <= first and last <= self.key_range[1]

@@ -9,14 +9,14 @@ from collections.abc import Iterable
 
 import pyarrow as pa
 
-from batch_assets.snapshot.source.errors import SourceError
+from batch_assets.snapshot.source.errors import ConditionError
 from batch_assets.spec.errors import Unusable
 from batch_assets.spec.models import GeneratedDatasetSpec, check_condition_types
 
 
 def check_conditions(spec: GeneratedDatasetSpec, kept: Iterable[pa.Field]) -> None:
-    """`kept`: the kept columns whose types are known. Raises SourceError with the key of the condition."""
+    """`kept`: the kept columns whose types are known. Raises ConditionError with the key of it."""
     try:
         check_condition_types(spec, {item.name: item.type for item in kept})
     except Unusable as error:
-        raise SourceError(f"{error.key}: {error}. {error.hint}") from error
+        raise ConditionError(f"{error.key}: {error}. {error.hint}") from error

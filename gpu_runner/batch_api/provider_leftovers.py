@@ -5,13 +5,12 @@ Each call is made once: what fails is left, with its record, to the next run or 
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 from gpu_runner.batch_api.batch_calls import BatchCalls, BatchState
 from gpu_runner.batch_api.submitted_batches import SubmittedBatch
-from gpu_runner.client.protocol import RequestDenied
+from gpu_runner.client.protocol import RequestDenied, Transient
 
 LISTED_SECONDS = 600.0  # a batch that is not listed so long after its creation is not there
+NOT_IMPLEMENTED = 501
 NOT_THERE = frozenset({404, 410})
 
 
@@ -28,8 +27,13 @@ async def clear(record: SubmittedBatch, calls: BatchCalls, now: float) -> bool:
     )
     files += [state.output_file_id, state.error_file_id] if state is not None else []
     for file_id in filter(None, files):
-        with suppress(RequestDenied):  # it is not there, or is never deleted
+        try:
             await calls.delete(file_id)
+        except RequestDenied:
+            pass  # it is not there, or is never deleted
+        except Transient as error:
+            if error.status != NOT_IMPLEMENTED:
+                raise
     return True
 
 

@@ -22,9 +22,9 @@ def entry_usd(option: PlannedOffer, reserve: float) -> float:
 
 
 def affordable(options: Sequence[PlannedOffer], budget: float, timing: ControlTiming) -> list[PlannedOffer]:
-    """Offers of which one instance can be had, works, and may be ordered with so much left. What costs nothing may."""
+    """Offers of which one instance can be had, works, and may be ordered with so much left."""
     there = (one for one in options if one.capacity != 0 and one.tokens_per_second > 0)
-    return [one for one in there if entry_usd(one, timing.reserve) <= max(0.0, budget)]
+    return [one for one in there if entry_usd(one, timing.reserve) <= budget]
 
 
 def fitting(

@@ -24,7 +24,7 @@ from batch_assets.orchestration.source_place import COPIED_ROWS, at_its_place, s
 from batch_assets.publishing.published_table import published_table
 from batch_assets.request_status.dataset_status import Observer, observing
 from batch_assets.snapshot.builder import Compared, compare, removed_rows
-from batch_assets.snapshot.source.errors import SourceError
+from batch_assets.snapshot.source.errors import ConditionError, SourceError
 from batch_assets.spec.discovery import Datasets
 from batch_assets.spec.models import GeneratedDatasetSpec
 from gpu_runner.errors import UserFacingError
@@ -193,7 +193,9 @@ def _plan(
         if is_made and seen.source_counts(snapshot).streaming is not None:  # rows that were read so far
             work = WorkloadEstimator(spec, seen.store, folder).look()
             return StepPlan(spec.name, 0, 0, work.rows, _usd(spec, work) if work.rows else 0.0, more_from)
-        return StepPlan(spec.name, more_from=more_from, problem=str(error))
+        found = StepPlan(spec.name, more_from=more_from, removed_with=None, gone=GoneRows(untold=untold_of(spec)))
+        stands = more_from is None or isinstance(error, ConditionError) or bool(error.rejects)
+        return replace(found, problem=str(error)) if stands else found  # the table above is to be another one
     if now is None:
         return StepPlan(spec.name, 0, 0, work.rows, _cost(spec, work, work.rows), more_from, "; ".join(work.problems))
     later, untold = (now, then) if isinstance(then, str) else (then, gone.untold)
@@ -225,18 +227,23 @@ def _has_source(seen: Observer, spec: GeneratedDatasetSpec) -> bool:
         return True
 
 
+def untold_of(spec: GeneratedDatasetSpec) -> str:
+    """Why nothing is told of the rows below a step."""
+    return f"which rows of {spec.name} go is not known"
+
+
 def _gone(spec: GeneratedDatasetSpec, found: Compared, untold: str) -> GoneRows:
     """The rows of a step that go, for the one after it."""
     if untold:
-        return GoneRows(untold=f"which rows of {spec.name} go is not known")
-    rows = removed_rows(spec, found.counts)
+        return GoneRows(untold=untold_of(spec))
+    rows, changed = removed_rows(spec, found.counts), found.counts.added and found.counts.removed
+    if changed and not spec.has_ids:
+        return GoneRows(untold=f"without ids, a row of {spec.name} that is changed is another one")
     if rows > NAMED_ROWS:
         return GoneRows(untold=f"more than {NAMED_ROWS:,} rows of {spec.name} go")
     if len(found.gone) == rows:
         return GoneRows(found.gone)
-    if spec.has_ids:
-        return GoneRows(untold=f"the snapshot of {spec.name} is damaged: `batch-assets verify {spec.name}` says where")
-    return GoneRows(untold=f"without ids, a row of {spec.name} that is changed is another one")
+    return GoneRows(untold=f"the snapshot of {spec.name} is damaged: `batch-assets verify {spec.name}` says where")
 
 
 def _work(

@@ -71,6 +71,10 @@ class SourceError(UserFacingError):
         return cls(f"{said} (all {total} were rejected):\n{listed}{more}{hint}", rejects[:LISTED])
 
 
+class ConditionError(SourceError):
+    """A condition on rows that are made does not fit the types of the source's columns."""
+
+
 def remedy(rejects: Sequence[Reject]) -> str:
     """A line on what helps against bad rows of this kind, where a key of the source does; else ""."""
     return f"{OTHER_ENCODING}\n" if any(isinstance(reject.reason, NotUtf8) for reject in rejects) else ""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gpu_runner.fleet_database.capacity_plan import ControllerState
 from gpu_runner.offers.offer import HOUR, Objective
-from gpu_runner.planner.budget import affordable, entry_usd
+from gpu_runner.planner.budget import entry_usd
 from gpu_runner.planner.controller import decide
 from gpu_runner.planner.planner import make_plan
 from gpu_runner.planner.types import TIMING, HeldInstance, Plan, PlannedOffer, Target, Work
@@ -113,12 +113,6 @@ def test_the_least_sum_is_not_that_of_the_dearest_fleet():
     assert plan.least_usd is not None and round(plan.least_usd, 2) == 1.11  # boot, an hour, 150 s held back
     assert plan.earliest.usd.p50 > 2 * plan.least_usd
     assert plan.reason.startswith("the budget of 0.50 $ does not pay for all the work: 1.11 $ do, with 1 × slow, done")
-
-
-def test_what_costs_nothing_is_there_whatever_is_left_of_a_budget():
-    free = PlannedOffer("lab", 0.0, 1000.0, 0.0, None, 0.05, row_usd=0.0)
-    paid = replace(free, name="api", row_usd=0.01)
-    assert affordable([free, paid], -1.0, TIMING) == [free]
 
 
 def test_the_idle_tail_is_part_of_the_cost():

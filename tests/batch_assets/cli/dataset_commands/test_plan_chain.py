@@ -165,7 +165,7 @@ def test_rows_without_ids_that_go_are_counted_where_none_is_changed_and_else_not
     assert f"how many go with rows of topics is not told: {why}" in said
     declare(folder, ["d", "e", "f"], None)
     (first, second), _ = steps_and_words(folder)
-    assert (first["new"], first["removed"], second["removed_with_upstream"]) == (3, 0, 0)
+    assert (first["new"], first["removed"], second["removed_with_upstream"]) == (3, 0, None)
 
 
 def test_ids_of_rows_that_go_are_held_for_a_step_below_alone_and_not_more_than_a_bound(
@@ -209,6 +209,19 @@ def test_a_condition_that_stops_a_step_whose_table_is_there_is_said_before_the_s
     first, second = json.loads(found.stdout)["steps"]
     assert (found.exit_code, first["problem"], second["more_from"]) == (1, None, "topics")
     assert second["problem"].startswith("filter.low.where: ")
+
+
+def test_a_column_that_the_table_above_is_to_get_is_no_problem_of_the_step_that_reads_it(folder: Path):
+    declare(folder, ["a", "b"])
+    publish_topics(folder)
+    declare(folder, ["a", "b", "c"], keep_columns=["score"])
+    found = CliRunner().invoke(app, ["plan", "answers", "--upstream", "--json"])
+    first, second = json.loads(found.stdout)["steps"]
+    assert (found.exit_code, first["problem"], second["problem"], second["more_from"]) == (0, None, None, "topics")
+    assert second["removed_with_upstream"] is None
+    declare(folder, ["a", "b"], keep_columns=["score"])
+    found = CliRunner().invoke(app, ["plan", "answers", "--upstream", "--json"])
+    assert found.exit_code == 1, "the table above stays as it is"
 
 
 def test_an_engine_of_the_users_model_that_a_run_would_refuse_is_a_problem_of_its_step(folder: Path):
